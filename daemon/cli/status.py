@@ -33,15 +33,17 @@ STATUS = SocketPage(
 
 HEALTH = SocketPage(
     "say in one line whether engines can count on the daemon",
-    details="Ready: the main loop and the master answer; /readyz of the metrics port says the same. It needs the "
-    "control socket alone, so it also serves as a container's probe.",
+    details="Ready: the main loop and the master answer; /readyz of the metrics port says the same. With "
+    "--alive it asks whether a restart would help, as /healthz does. It needs the control socket alone, so both serve "
+    "as a container's probes.",
     examples=(
         ("kvprefetchd health", "now"),
         ("kvprefetchd health --wait 60", "a start script goes on as soon as the daemon is ready"),
         ("kvprefetchd health --engines 1 --wait 60", "and as soon as it serves an engine"),
+        ("kvprefetchd health --alive", "a liveness probe"),
         ("kvprefetchd health --json", "for a program"),
     ),
-    exits={0: "ready", 1: "not ready, too few engines, or no daemon answers; the line says why"},
+    exits={0: "ready, or alive", 1: "not ready, too few engines, or no daemon answers; the line says why"},
     also="kvprefetchd status, doctor",
 )
 
@@ -75,6 +77,8 @@ def add(commands: Commands) -> None:
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
     health = declare(commands, "health", run_health, HEALTH)
     health.add_argument("--json", action="store_true", help="the same, as JSON")
+    text = "whether a restart would help, instead of whether it is ready: a daemon without its store is alive"
+    health.add_argument("--alive", action="store_true", help=text)
     text = "not ready until so many engines are attached, of whatever user (default: 0)"
     health.add_argument("--engines", metavar="COUNT", type=engines, default=0, help=text)
     stat = declare(commands, "stat", run_stat, STAT)
@@ -105,18 +109,22 @@ def engines(text: str) -> int:
 
 def run_health(arguments: argparse.Namespace) -> int:
     wanted: int = arguments.engines
-    status = look(arguments.socket, arguments.wait, lambda status: status.ready and status.engine_count >= wanted)
+    word = "alive" if arguments.alive else "ready"
+
+    def good(status: Status) -> bool:
+        return (status.healthy if arguments.alive else status.ready) and status.engine_count >= wanted
+
+    status = look(arguments.socket, arguments.wait, good)
     if isinstance(status, Unavailable):
-        ready, problems, what = False, [str(status)], "not ready"
+        well, problems, what = False, [str(status)], f"not {word}"
     else:
-        ready, problems = status.ready and status.engine_count >= wanted, [*status.problems]
+        well, problems = good(status), [*status.problems]
         if status.engine_count < wanted:
             problems.append(f"fewer than {wanted}; an engine that is not attached says why in its own log")
-        what = f"{'ready' if ready else 'not ready'}: pid {status.pid}, mode {status.mode}"
+        what = f"{word if well else f'not {word}'}: pid {status.pid}, mode {status.mode}"
         what += f", engines {status.engine_count}"
-    line = json.dumps({"ready": ready, "problems": problems}) if arguments.json else ": ".join([what, *problems])
-    print(line)
-    return 0 if ready else 1
+    print(json.dumps({word: well, "problems": problems}) if arguments.json else ": ".join([what, *problems]))
+    return 0 if well else 1
 
 
 def look(socket: Path, wait_s: float, enough: Callable[[Status], bool]) -> Status | Unavailable:

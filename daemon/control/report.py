@@ -50,6 +50,7 @@ def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status
         pid=os.getpid(),
         mode=shared.mode,
         ready=health.ready,
+        healthy=health.healthy,
         problems=list(health.problems),
         master_http=shared.master_http,
         store_open=shared.store.is_open,

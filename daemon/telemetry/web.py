@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -22,7 +23,9 @@ from .metrics import SnapshotCollector
 from .snapshot import Snapshot, judge
 
 MAX_CLIENTS = 64  # at a time; each has a thread
-STOP_S = 0.1  # how often the server looks for its end
+REQUEST_S = 5.0  # from a client's connection until its whole request is there, and then for it to take the answer
+TICK_S = 0.1  # how often the server looks for its end, and for requests that are late
+ROOM_S = 1.0  # for the thread of a client that makes room to end
 
 
 class MetricsServer:
@@ -38,7 +41,7 @@ class MetricsServer:
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None
-        serve = partial(self._server.serve_forever, STOP_S)
+        serve = partial(self._server.serve_forever, TICK_S)
         threading.Thread(target=serve, name="metrics", daemon=True).start()
 
     def close(self) -> None:
@@ -47,7 +50,10 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Runs a thread for each of up to MAX_CLIENTS clients, and hangs up on others."""
+    """Runs a thread for each of up to MAX_CLIENTS clients.
+
+    A client without a whole request has REQUEST_S, and goes sooner where a further one comes, the oldest first.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -56,6 +62,8 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._room = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._incomplete: dict[socket.socket, float] = {}  # when they connected, the oldest first
+        self._lock = threading.Lock()
         self._snapshot, self._registry = snapshot, CollectorRegistry()
         self._registry.register(SnapshotCollector(snapshot, events))
         ProcessCollector(registry=self._registry)
@@ -86,24 +94,49 @@ class _Server(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(STOP_S)  # no descriptor is left: do not spin
+            time.sleep(TICK_S)  # no descriptor is left: do not spin
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            try:
-                super().process_request(request, client_address)
-            except BaseException:  # no thread can be had
-                self._room.release()
-                raise
-        else:
-            self.shutdown_request(request)
+        if not self._room.acquire(blocking=False):
+            self._hang_up(time.monotonic(), most=1)
+            if not self._room.acquire(timeout=ROOM_S):  # all requests are whole: their answers are under way
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._incomplete[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be had
+            self._ended(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._ended(request)
+
+    def service_actions(self) -> None:
+        """Called every TICK_S."""
+        self._hang_up(time.monotonic() - REQUEST_S)
+
+    def completed(self, request: socket.socket) -> None:
+        """Note that the whole request of this client is there."""
+        with self._lock:
+            self._incomplete.pop(request, None)
+
+    def _ended(self, request: socket.socket) -> None:
+        self.completed(request)
+        self._room.release()
+
+    def _hang_up(self, before_s: float, most: int = MAX_CLIENTS) -> None:
+        """Hang up on clients without a whole request that connected before, on the oldest first; their threads end."""
+        with self._lock:
+            for late in [each for each, since in self._incomplete.items() if since < before_s][:most]:
+                del self._incomplete[late]
+                with contextlib.suppress(OSError):  # it has left
+                    late.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: the client has left, or could not be served."""
@@ -111,10 +144,11 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = 5.0  # of a client that says nothing
+    timeout = REQUEST_S
     server_version = "kvprefetchd"
 
     def do_GET(self) -> None:
+        self.server.completed(self.connection)
         path, accept = self.path.partition("?")[0], self.headers.get("Accept", "")
         status, content_type, body = self.server.page(path, accept)
         self.send_response(status)

@@ -52,6 +52,7 @@ class Status(Packet):
     mode: str = "on"
     master_http: str = ""  # host:port of the embedded master's HTTP interface
     ready: bool = True  # as /readyz says
+    healthy: bool = True  # as /healthz says
     problems: list[str] = Field(default_factory=list)  # the reasons, and faults that leave it ready
     store_open: bool
     store_answering: bool = True

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.daemon.cli.client import TIMEOUT_S
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.runtime.backend import FLUSH_S
 from tests.support import documents
@@ -108,8 +109,11 @@ def test_the_daemon_takes_the_rendered_configuration(
 @pytest.mark.parametrize("name", VALUES)
 def test_probes_and_rights_are_the_daemon_s(name: str) -> None:
     (container,), (folders,) = pod(name)["containers"], pod(name)["initContainers"]
-    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+    probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
+    alive = ["kvprefetchd", "health", "--alive"]
+    commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
+    assert commands == {"startup": alive, "liveness": alive, "readiness": alive[:2]}
+    assert all(probe["timeoutSeconds"] > TIMEOUT_S for probe in probes.values()), "the command has time to say why"
     assert pod(name)["terminationGracePeriodSeconds"] > 60 + FLUSH_S
     for each in (container, folders):
         rights = each["securityContext"]

@@ -32,7 +32,6 @@ eventually(lambda: engine.load(list(values)) == list(values.values()), what="a h
 engine.close()
 print("loaded")
 """
-ASK = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).status)"
 
 
 def missing() -> str:
@@ -136,16 +135,20 @@ def test_the_rendered_pod_serves_an_engine_of_another_user(node: Node) -> None:
     assert disk.stat().st_mode & 0o777 == 0o700
     daemon = node.start(container, [sys.executable, "-m", "kvprefetch.daemon", *container["args"]])
     try:
-        port = container["ports"][0]["containerPort"]
 
         def probed(kind: str) -> bool:
-            url = f"http://127.0.0.1:{port}{container[kind]['httpGet']['path']}"
-            ask = ["nsenter", "--net", f"--target={daemon.pid}", sys.executable, "-c", ASK, url]
-            return subprocess.run(ask, capture_output=True, timeout=30).stdout == b"200\n"
+            """Run the probe's command as the container's user, in its mounts and network."""
+            program, *words = container[kind]["exec"]["command"]
+            assert program == "kvprefetchd"
+            enter = ["nsenter", "--net", "--mount", f"--target={daemon.pid}", f"--root=/proc/{daemon.pid}/root"]
+            enter += [f"--wd={ROOT}", "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "env", "-i"]
+            ask = [*enter, "PATH=/usr/bin:/bin", sys.executable, "-m", "kvprefetch.daemon", *words]
+            return subprocess.run(ask, capture_output=True, timeout=30, check=False).returncode == 0
 
         eventually(lambda: daemon.poll() is not None or probed("readinessProbe"), 60, "readiness")
         assert daemon.poll() is None, daemon.communicate()[0].decode()
         assert probed("livenessProbe")
+        assert probed("startupProbe")
         served = node.engine(f"--groups={user}")
         assert (served.returncode, served.stdout) == (0, "loaded\n"), served.stderr
         refused = node.engine("--clear-groups")

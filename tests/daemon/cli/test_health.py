@@ -76,8 +76,11 @@ def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., 
         assert result.returncode == 1
         assert one_line(result.stdout)
         assert "the store does not answer" in result.stdout
+        alive = kvprefetchd("health", "--alive", "--socket", daemon.socket)
+        assert (alive.returncode, alive.stdout.split(":")[0]) == (0, "alive"), "a restart would not bring the store"
     eventually(lambda: status().ready, timeout_s=60, what="the store's return")
     assert json.loads(kvprefetchd("health", "--json", "--socket", daemon.socket).stdout)["ready"] is True
     with frozen(daemon.pid):
         assert main(["health", "--socket", str(daemon.socket)]) == 1
+        assert main(["health", "--alive", "--socket", str(daemon.socket)]) == 1
     engine.close()

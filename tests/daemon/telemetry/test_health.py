@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 
+from kvprefetch.daemon.telemetry import web
 from kvprefetch.daemon.telemetry.logs import EventCounts
 from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
 from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.process import free_ports
 from tests.support.telemetry import get, snapshot_at
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,35 @@ def test_health_is_the_status_over_http() -> None:
             assert (get(port, "/readyz")[0], get(port, "/healthz")[0]) == statuses
     finally:
         server.close()
+
+
+def test_clients_that_do_not_finish_their_request_keep_nobody_out() -> None:
+    """Each of them has one deadline, however often it sends a byte, and when all places are taken the oldest goes."""
+    (port,) = free_ports(1)
+    server = MetricsServer("127.0.0.1", port, snapshot_at(100, beat_s=100), EventCounts())
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(web.MAX_CLIENTS)]
+    try:
+        for each in slow:
+            each.sendall(b"GET /healthz HT")
+        deadline = time.monotonic() + web.REQUEST_S + 5
+        assert get(port, "/healthz", timeout_s=3)[0] == 200, "the oldest made room"
+
+        def gone(each: socket.socket) -> bool:
+            try:
+                each.sendall(b"x")
+                return each.recv(1, socket.MSG_DONTWAIT) == b""
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+        assert gone(slow[0])
+        assert not gone(slow[-1])
+        eventually(lambda: all(map(gone, slow)), deadline - time.monotonic(), "the end of those that send on")
+    finally:
+        server.close()
+        for each in slow:
+            each.close()
 
 
 @pytest.mark.parametrize(("is_open", "problem"), [(False, "is not open"), (True, "does not answer")])
