@@ -87,9 +87,19 @@ def _order(cell: str) -> tuple[float, str]:
 
 
 def live(socket: Path, interval_s: float) -> None:
-    """Show frames until q or Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may restart."""
-    now, at, view = ask(socket, StatusQuery(), Status), time.monotonic(), View()
-    rates = overview.rates(None, now, 0)
+    """Show frames until q or Ctrl-C. Raises Unavailable when no daemon answers at the start; later it may restart.
+
+    Raises BrokenPipeError once the terminal is gone.
+    """
+    now = ask(socket, StatusQuery(), Status)
+    try:
+        _show(socket, interval_s, now)
+    except (EOFError, OSError, termios.error):
+        raise BrokenPipeError from None
+
+
+def _show(socket: Path, interval_s: float, now: Status) -> None:
+    at, view, rates = time.monotonic(), View(), overview.rates(None, now, 0)
     with _keys() as keys, Live(frame(now, rates, view), screen=True, auto_refresh=False) as shown:
         while not view.over:
             if pressed := keys(max(0.0, at + interval_s - time.monotonic())):
@@ -110,6 +120,15 @@ def _no_keys(seconds: float) -> str:
     return ""
 
 
+def _read_keys(fd: int, seconds: float) -> str:
+    """Return the keys that came. Raises EOFError, or OSError, where the terminal is gone."""
+    if not select.select([fd], [], [], seconds)[0]:
+        return ""
+    if not (keys := os.read(fd, 64)):
+        raise EOFError
+    return keys.decode(errors="ignore")
+
+
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits so many seconds for keys, and returns those that came."""
@@ -120,7 +139,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
-        yield lambda seconds: os.read(fd, 64).decode(errors="ignore") if select.select([fd], [], [], seconds)[0] else ""
+        yield lambda seconds: _read_keys(fd, seconds)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 

@@ -15,6 +15,7 @@ import select
 import socket
 import termios
 from collections import Counter
+from collections.abc import Callable
 
 from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
@@ -93,11 +94,24 @@ class Connections:
         self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
         peer.send(Refused(error=error, final=final))
 
+    def pause(self, peer: Peer) -> None:
+        """Do not look at a connection until `resume`."""
+        peer.paused = True
+        self._epoll.unregister(peer.sock)
+
+    def resume(self, may_ask: Callable[[int], bool]) -> None:
+        """Look again at the connections whose user `may_ask`, first at those that waited longest or are new."""
+        for peer in sorted((peer for peer in self._peers.values() if peer.paused), key=lambda peer: peer.read_ns):
+            if may_ask(peer.credentials.uid):
+                peer.paused = False
+                self._epoll.register(peer.sock, select.EPOLLIN)
+
     def close(self, peer: Peer) -> None:
         """End a connection. Its socket stays open while descriptors sent on it are unread, so that they are counted."""
         if self._peers.pop(peer.sock.fileno(), None) is None:
             return
-        self._epoll.unregister(peer.sock)
+        if not peer.paused:
+            self._epoll.unregister(peer.sock)
         if peer.handed and _unread_bytes(peer.sock):
             peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads the rest, then the end of file
             self._unread.append(peer)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 
 from ...shmring.wire.admin import Remove, SetMode, StatQuery, StatusQuery, Warm
 from ...shmring.wire.attach import Hello, Mapped, Reset
-from ...shmring.wire.codec import Message, encode_message, receive_message
+from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..config.model import DaemonConfig
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
 from .access import access_of
-from .admin import Admin, Query
+from .admin import Admin
+from .budget import Budget
 from .connections import Connections
 from .epochs import Epochs, Shared
 from .group import Peer
@@ -28,17 +30,27 @@ class Control:
         self._connections = Connections(sock, access_of(sock, shared.config), epoll, shared.log)
         self._handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
-        self._answers: dict[tuple[str, int], bytes] = {}  # of this turn of the loop, by question and user
+        self._budget = Budget()
 
     def ready(self, fds: list[int], now_ns: int) -> None:
-        """Read one message of each of these descriptors; those of other parts are skipped."""
-        self._answers.clear()
+        """Read one message of each of these descriptors; those of other parts are skipped.
+
+        A connection whose user's questions took too much of the loop's time waits.  An engine's processes do not, and
+        they ask nothing.
+        """
         for fd in fds:
             if fd == self._connections.sock.fileno():
                 for closed in self._connections.accept():
                     self._handshake.left(closed)
             elif (peer := self._connections.get(fd)) is not None:
-                self._read(peer, now_ns)
+                if peer.hello is not None:
+                    self._read(peer, now_ns)
+                elif self._budget.left(peer.credentials.uid, now_ns):
+                    peer.read_ns, began_ns = now_ns, time.thread_time_ns()
+                    self._read(peer, now_ns)
+                    self._budget.spend(peer.credentials.uid, time.thread_time_ns() - began_ns, now_ns)
+                else:
+                    self._connections.pause(peer)
 
     def carry_on(self) -> None:
         """Attach the engines whose memory is there by now."""
@@ -47,6 +59,8 @@ class Control:
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()
+        self._connections.resume(lambda uid: self._budget.left(uid, now_ns))
+        self._budget.tick(now_ns)
         self._handshake.tick(now_ns)
 
     def end(self, epoch: Epoch, ending: Ending) -> None:
@@ -85,6 +99,8 @@ class Control:
     def _handle(self, peer: Peer, message: Message, now_ns: int) -> None:
         if not peer.allowed:  # refused only now: closing a socket with an unread message would lose the refusal
             raise ProtocolError(f"uid={peer.credentials.uid} may not attach: the socket's group and allow_uids may")
+        if peer.hello is not None and not isinstance(message, FromEngine):
+            raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
         uid = self._connections.access.scope(peer.credentials)
         if isinstance(message, Hello):
             self._handshake.hello(peer, message, now_ns)
@@ -93,15 +109,8 @@ class Control:
         elif isinstance(message, Reset):
             self._handshake.reset(peer, message)
         elif isinstance(message, StatusQuery | StatQuery):
-            self._answer_once(peer, message, uid, now_ns)
+            send_message(peer.sock, self._admin.answer(message, uid, now_ns))
         elif isinstance(message, SetMode | Remove | Warm):
             self._admin.command(message, uid, peer.send)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")
-
-    def _answer_once(self, peer: Peer, query: Query, uid: int | None, now_ns: int) -> None:
-        """Send the answer; processes of one user that ask in one turn of the loop get the same, made once."""
-        key = (query.type, peer.credentials.uid)
-        if key not in self._answers:
-            self._answers[key] = encode_message(self._admin.answer(query, uid, now_ns))
-        peer.sock.send(self._answers[key])

@@ -267,6 +267,23 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted_or_q_is_pressed(shared_d
         assert errors.read() == b""
 
 
+def test_top_ends_with_its_terminal(shared_daemon: Daemon) -> None:
+    """Also where no SIGHUP comes, as below `su -c` or `kubectl exec`: an end of file is no key that was not pressed."""
+    primary, secondary = os.openpty()
+    command = [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)]
+    process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=subprocess.PIPE)
+    try:
+        os.close(secondary)
+        assert os.read(primary, 1)
+        os.close(primary)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == b""
+
+
 @pytest.mark.parametrize("command", ["status", "top"])
 def test_without_a_daemon_it_is_one_line(command: str) -> None:
     done = kvprefetchd(command, "--socket", "/nonexistent/s")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.daemon.control.budget import SHARE
 from kvprefetch.daemon.control.connections import MAX_PROCESSES, MAX_WAITING
 from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
 from kvprefetch.shmring.wire.attach import Attached, Refused
@@ -254,15 +255,26 @@ def flooded(path: Path, query: Message, clients: int = 200) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("query", [StatusQuery(), StatQuery()], ids=["status", "stat"])
-def test_a_newcomer_is_served_within_a_second_beside_two_hundred_clients_that_flood(
+def test_a_newcomer_is_served_within_seconds_beside_two_hundred_clients_that_flood(
     daemon: Daemon, query: Message
 ) -> None:
+    """Of connections that wait for their turn, those that waited longest, or never had one, go first."""
     engine = FakeEngine(daemon.socket, engine_id="served", prefix="flood")
     with flooded(daemon.socket, query):
         for _ in range(3):
             began = time.monotonic()
             assert ask_daemon(daemon.socket).pid == daemon.pid
             assert engine.load(list(blocks("flood", 2))) is None
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 3.0
         for number in range(2):
             FakeEngine(daemon.socket, engine_id=f"newcomer-{number}")
+
+
+@pytest.mark.parametrize("clients", [1, 200])
+def test_the_questions_of_one_user_take_a_bounded_share_of_a_core(daemon: Daemon, clients: int) -> None:
+    """However many connections ask, and as fast as they can. Without a bound one client keeps half a core busy."""
+    with flooded(daemon.socket, StatusQuery(), clients):
+        time.sleep(1)  # a burst is free
+        began_s, began = cpu_s(daemon.pid), time.monotonic()
+        time.sleep(4)
+        assert (cpu_s(daemon.pid) - began_s) / (time.monotonic() - began) < 4 * SHARE

@@ -1,0 +1,36 @@
+"""The share of the loop's time that questions get."""
+
+from __future__ import annotations
+
+from kvprefetch.daemon.control.budget import BURST_NS, SHARE, Budget
+
+S = 1_000_000_000
+
+
+def test_a_user_s_questions_get_a_burst_and_then_a_share() -> None:
+    """Over ten seconds without a pause: the share, and the burst at the beginning."""
+    budget, asked, used, now = Budget(), 0, 0, 0
+    while now < 10 * S:
+        if budget.left(7, now):
+            budget.spend(7, 300_000, now)
+            used += 300_000
+            asked += 1
+        now += 1_000_000
+    assert asked > 1000
+    assert SHARE * 10 * S <= used <= SHARE * 10 * S + BURST_NS + 300_000
+
+
+def test_users_have_shares_of_their_own() -> None:
+    budget = Budget()
+    budget.spend(7, BURST_NS, 0)
+    assert not budget.left(7, 0)
+    assert budget.left(8, 0)
+
+
+def test_a_quiet_user_is_forgotten_and_has_its_burst_again() -> None:
+    budget = Budget()
+    budget.spend(7, 2 * BURST_NS, 0)
+    budget.tick(1)
+    assert not budget.left(7, 1)
+    budget.tick(3 * S)
+    assert budget == Budget()
