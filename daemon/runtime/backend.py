@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 
 from ..config.model import DaemonConfig
 from ..store.client import Store
@@ -33,6 +34,7 @@ class Backend:
         self.master: EmbeddedMaster | None = None
         self.master_died = False
         self._checking: threading.Thread | None = None
+        self._probing = False
 
     @property
     def http(self) -> str:
@@ -71,9 +73,11 @@ class Backend:
         return None if self._signals.stop else store
 
     def tick(self, pools: Pools) -> None:
-        """Probe a store that does not answer, check its lease, and see whether the master lives."""
-        if self.store is not None and self.store.due_for_probe:
-            pools.start(Call(Kind.LOOK_UP, self.store.probe, lambda _: None, lambda: None))
+        """Probe a store that does not answer or is idle, check its lease, and see whether the master lives."""
+        if self.store is not None and not self._probing and self.store.due_for_probe:
+            self._probing = True
+            overdue = partial(self.store.suspect, "probe")
+            pools.start(Call(Kind.LOOK_UP, self.store.probe, self._probed, overdue))
         free = self._checking is None or not self._checking.is_alive()
         if self.store is not None and free and self.store.lease_check_due:
             self._checking = threading.Thread(target=self.store.check_lease, name="lease", daemon=True)
@@ -84,6 +88,9 @@ class Backend:
                 # Values that were only in memory are lost. A new start finds the disk again; engines attach to it.
                 self._log.error("master.died", pid=self.master.pid)
                 self.master_died = True
+
+    def _probed(self, _: object) -> None:
+        self._probing = False
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""

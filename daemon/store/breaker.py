@@ -28,6 +28,7 @@ class Breaker:
         self._retry_at = 0.0
         self._pause_s = 0.0  # 0 while closed
         self._worked = 0  # calls so far
+        self._known_at = clock()  # when a call worked or failed last
         self._probing = False
 
     @property
@@ -38,6 +39,11 @@ class Breaker:
     def due(self) -> bool:
         """Whether the breaker is open, and time to try the store."""
         return not self.closed and not self._probing and self._clock() >= self._retry_at
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since a call worked or failed."""
+        return self._clock() - self._known_at
 
     @property
     def wait_s(self) -> float:
@@ -64,7 +70,7 @@ class Breaker:
         with self._lock:
             was_open = not self.closed
             self._worked += 1
-            self._pause_s = 0.0
+            self._pause_s, self._known_at = 0.0, self._clock()
         return was_open
 
     def failed(self, attempt: Attempt | None = None) -> float:
@@ -73,6 +79,7 @@ class Breaker:
         A call that hung while others worked says nothing of now and changes nothing.
         """
         with self._lock:
+            self._known_at = self._clock()
             if attempt is None or attempt.worked == self._worked:
                 self._pause_s = min(max(MIN_PAUSE_S, self._pause_s * 2), MAX_PAUSE_S)
                 self._retry_at = self._clock() + self._pause_s

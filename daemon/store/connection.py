@@ -20,6 +20,7 @@ from .errors import StoreError, StoreUnavailable
 from .joining import Joined, join
 from .settings import MooncakeSettings
 
+QUIET_S = 10.0  # without a call; then a question says whether the master is still there
 _CLOSE_WAIT_S = 65.0  # after its peer's death a transfer waits 60 s inside Mooncake, and nothing shortens it
 _abandoned: list[Joined] = []  # clients that were never closed: their destructors would close them, and wait for it
 
@@ -95,8 +96,8 @@ class Connection:
 
     @property
     def due_for_probe(self) -> bool:
-        """Whether it is time to ask a store that failed whether it is back."""
-        return self._open and self._breaker.due
+        """Whether it is time to ask a store that failed whether it is back, or one that nobody asked for a while."""
+        return self._open and (self._breaker.due or (self._breaker.closed and self._breaker.quiet_s >= QUIET_S))
 
     def suspect(self, what: str) -> None:
         """Open the breaker, as a failed call does: a question to the master is past its deadline."""

@@ -168,6 +168,18 @@ def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_
     engine.close()
 
 
+def test_an_idle_daemon_notices_a_master_that_does_not_answer(
+    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
+) -> None:
+    """Without a request: health, log and status tell what a request would meet, and also that it is over."""
+    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
+    with frozen(cluster.master_pid):
+        eventually(lambda: not ask_daemon(daemon.socket).ready, 40, "the probe's end")
+        assert "the store does not answer" in ask_daemon(daemon.socket).problems[0]
+        assert daemon.records("store.failed")[0]["call"] == "probe"
+    eventually(lambda: ask_daemon(daemon.socket).ready, 30, "the master's return")
+
+
 def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
     daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
     engine = FakeEngine(daemon.socket)

@@ -357,6 +357,23 @@ def test_a_store_that_failed_is_asked_by_a_probe_and_by_no_request() -> None:
     assert store.answering
 
 
+def test_a_store_that_nobody_asks_is_probed_every_ten_seconds() -> None:
+    """Otherwise an idle daemon says "ready" while the cluster's master is dead."""
+    clock = Clock()
+    store, client = opened(clock)
+    clock.advance_ms(9000)
+    assert not store.due_for_probe
+    client.codes = [0]
+    assert store.exist(["k"]) == [False]
+    clock.advance_ms(9000)
+    assert not store.due_for_probe, "a call was made meanwhile"
+    clock.advance_ms(1001)
+    assert store.due_for_probe
+    client.codes = [-900]
+    store.probe()
+    assert not store.answering
+
+
 @pytest.mark.store
 def test_should_give_up_soon_on_a_master_that_accepts_and_says_nothing() -> None:
     pytest.importorskip("mooncake")
