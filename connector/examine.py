@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ def model(arguments: argparse.Namespace) -> Iterator[Finding]:
 def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Whether the daemon answers this user, and runs as one that an engine trusts."""
     try:
-        settings = config.load(_ours(arguments.kv_transfer_config).get("kv_connector_extra_config", {}))
+        ours = _ours(arguments.kv_transfer_config)
+        settings = config.load(ours.get("kv_connector_extra_config", {}))
     except ValueError:  # said above
         return
     where = f"socket={settings.socket!r} uid={os.getuid()}"
@@ -144,8 +145,18 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
     if isinstance(answer, Status):
         level = "ok" if answer.version == __version__ else "note"
         yield level, f"daemon {answer.version} answers: pid {answer.pid}, engines {answer.engine_count}", ""
+        yield from _refused(answer.refused, str(ours.get("engine_id", "")))
     else:
         yield "bad", answer.error if isinstance(answer, Refused) else f"another program listens there: {where}", advice
+
+
+def _refused(found: Sequence[Mapping[str, int | str]], engine_id: str) -> Iterator[Finding]:
+    """This user's engines that the daemon refuses now: the one with this id, or all where vLLM makes the id up."""
+    for each in found:
+        name = str(each.get("engine", ""))
+        if each.get("uid") == os.geteuid() and (not engine_id or not name or name == engine_id):
+            what = f"the daemon refuses {f'engine {name}' if name else 'a process'}, pid {each.get('pid')}"
+            yield "bad", f"{what}: {each.get('error')}", "docs/symptoms.md, “An engine does not attach”"
 
 
 def gpu(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
 from .access import Access, credentials_of
 from .group import Peer
+from .refusals import Refusals
 
 ACCEPTS = 16  # connections accepted in one turn of the loop
 MAX_WAITING = 256  # connections that belong to no attached engine: commands, strangers, incomplete engines
@@ -34,8 +35,8 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Connections:
     """Accepts connections on `sock`; `epoll` watches them. `access` says which users may attach."""
 
-    def __init__(self, sock: socket.socket, access: Access, epoll: select.epoll, log: Log) -> None:
-        self.sock, self.access = sock, access
+    def __init__(self, sock: socket.socket, access: Access, epoll: select.epoll, log: Log, refusals: Refusals) -> None:
+        self.sock, self.access, self._refusals = sock, access, refusals
         sock.setblocking(False)  # `accept` stops where none waits
         self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
@@ -89,9 +90,17 @@ class Connections:
         return attached + sum(peer.credentials.uid == uid for peer in self._unread)
 
     def refuse(self, peer: Peer, error: str, *, final: bool) -> None:
-        """Send and log a refusal; the caller closes the connection. With `final` the process does not try again."""
+        """Send a refusal; the caller closes the connection. With `final` asking again soon changes nothing.
+
+        The log has one line for all processes of an engine, and for all their tries, until the reason changes.
+        """
         pid, uid, _ = peer.credentials
-        self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
+        engine = peer.hello.engine_id if peer.hello is not None else ""
+        if self._refusals.add(uid, pid, engine, error):
+            if engine:
+                self._log.error("engine.refused", engine=engine, pid=pid, uid=uid, error=error, final=final)
+            else:
+                self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
         peer.send(Refused(error=error, final=final))
 
     def pause(self, peer: Peer) -> None:

@@ -20,6 +20,7 @@ from ..telemetry.events import Ending
 from ..telemetry.logs import Log
 from ..telemetry.snapshot import Snapshot
 from ..work.pools import Pools
+from .refusals import Refusals
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class Shared:
     def __post_init__(self) -> None:
         self.mode: Mode = self.config.mode
         self.histories, self.negatives = Histories(), NegativeCaches()
+        self.refusals = Refusals()
         self.master_http = ""  # host:port of the embedded store's master
 
 

@@ -69,6 +69,8 @@ class Handshake:
         peer.mapped = message
         if (workers := peer.group.mapped()) is not None:
             epoch.activate(workers)
+            pids = [each.credentials.pid for each in peer.group.peers]
+            self._shared.refusals.attached(peer.group.uid, peer.group.key[0], pids)
             self._log.info(
                 "engine.attached",
                 engine=epoch.engine.engine_id,
@@ -219,7 +221,6 @@ class Handshake:
         group.scheduler.send(Notice(text=text))
 
     def _refuse_engine(self, group: Group, error: BaseException) -> None:
-        self._log.error("engine.refused", engine=group.key[0], error=str(error))
         for peer in group.peers:
             self._connections.refuse(peer, str(error), final=True)
         self._dissolve(group, Ending.ENGINE_GONE)

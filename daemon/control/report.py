@@ -41,8 +41,11 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
     }
 
 
-def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status:
-    """Return the answer for a user who may see these epochs; `engine_count` counts those of all users."""
+def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None = None) -> Status:
+    """Return the answer for a user who may see these epochs; `engine_count` counts those of all users.
+
+    `uid`: whose refusals are listed; None: all.
+    """
     snapshot = shared.snapshot
     now, health = snapshot.clock_ns(), judge(snapshot)
     return Status(
@@ -61,6 +64,7 @@ def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int) -> Status
         store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,
         engines=[numbers(epoch, now) for epoch in epochs[:MAX_ENGINES]],
         engine_count=engine_count,
+        refused=shared.refusals.listed(uid),
         uptime_s=(now - snapshot.started_ns) / 1e9,
         calls={kind: (now - since) / 1e9 for kind, since in snapshot.running().items()},
         slowest=_slowest(epochs, now),

@@ -27,7 +27,8 @@ class Control:
 
     def __init__(self, sock: socket.socket, shared: Shared, epochs: Epochs, epoll: select.epoll) -> None:
         self._shared, self.epochs = shared, epochs
-        self._connections = Connections(sock, access_of(sock, shared.config), epoll, shared.log)
+        access = access_of(sock, shared.config)
+        self._connections = Connections(sock, access, epoll, shared.log, shared.refusals)
         self._handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
         self._budget = Budget()
@@ -61,6 +62,7 @@ class Control:
         self._connections.tick()
         self._connections.resume(lambda uid: self._budget.left(uid, now_ns))
         self._budget.tick(now_ns)
+        self._shared.refusals.tick()
         self._handshake.tick(now_ns)
 
     def end(self, epoch: Epoch, ending: Ending) -> None:

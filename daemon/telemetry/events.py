@@ -259,7 +259,8 @@ EVENTS: dict[str, Event] = {
     "socket.lost": Event("warning", "The file is gone, or another's, and the daemon cannot make a new one: no engine "
                          "can attach. Restart the daemon when that is mended.", ("error",)),
     "peer.hello": Event("info", "A process of an engine came.", ("role", "rank", "pid", "version")),
-    "peer.refused": Event("warning", "The daemon refused a process, or turned it away for now.",
+    "peer.refused": Event("warning", "The daemon refused a process, or turned it away for now. Written again when the "
+                          "reason changes; `status` lists it as long as it tries.",
                           ("pid", "uid", "error", "final"), floods=True),
     "peers.full": Event("warning", "No room for another connection: the daemon closed the oldest one of the user with "
                         "most. Those of attached engines do not count.", ("error", "pid?", "uid?"), floods=True),
@@ -271,8 +272,10 @@ EVENTS: dict[str, Event] = {
     "engine.incomplete": Event("warning", "30 s after an engine's scheduler some ranks are still missing; the engine "
                                "gets nothing before they come. They run on another node, look for another socket, or "
                                "may not attach.", ("come", "ranks", "missing")),
-    "engine.refused": Event("error", "The daemon does not serve an engine: its memory could not be reserved, or its "
-                            "hellos contradict each other or the configuration.", ("error",)),
+    "engine.refused": Event("error", "The daemon does not serve an engine: a bound is reached, its hellos contradict each "
+                            "other or the configuration, or its memory could not be reserved. Written again when the "
+                            "reason changes; `status` lists it as long as it tries.",
+                            ("pid", "uid", "error", "final"), floods=True),
     "engine.reset": Event("info", "An engine's weights changed: its keys have other weights from now on.",
                           ("reset_generation", "weights")),
     "engine.corrupt": Event("error", "An engine's shared memory is corrupt; the daemon detaches it.", ("error",)),

@@ -160,6 +160,16 @@ def others(status: Status) -> list[str]:
     return [f"and {count} more {engines}, of other users or beyond those that fit"] if count > 0 else []
 
 
+def refused(status: Status) -> list[str]:
+    """Return a line for each engine or process that the daemon refuses."""
+    lines = []
+    for each in status.refused:
+        engine = f"engine {each['engine']}, " if each.get("engine") else ""
+        who = f"{engine}pid {each.get('pid', '?')}, user {_user(_int(each, 'uid'))}"
+        lines.append(printable(f"refused: {who}, tried {_int(each, 'tries')} times: {each.get('error', '?')}"))
+    return lines
+
+
 def names(status: Status) -> list[str]:
     """Return a line for each engine: its model, process, user, age, mode and namespace."""
     return [
@@ -210,6 +220,7 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
         lines.append("no engine is attached")
     lines += others(status)
     lines += names(status)
+    lines += refused(status)
     if status.slowest:
         lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
     return lines

@@ -62,6 +62,7 @@ class Status(Packet):
     store_earlier: dict[str, int] | None = None  # five minutes ago, or at its start
     engines: list[dict[str, int | str]]
     engine_count: int = 0
+    refused: list[dict[str, int | str]] = Field(default_factory=list)  # engines and processes that try in vain
     uptime_s: float = 0.0
     calls: dict[str, float] = Field(default_factory=dict)  # age of the oldest running store call of each kind, seconds
     slowest: list[dict[str, str | int | float]] = Field(default_factory=list)  # requests of engines it may see

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.control.group import INCOMPLETE_NS
 from kvprefetch.daemon.control.listener import listen
+from kvprefetch.daemon.control.refusals import Refusals
 from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.engine.reservations import Reserved
 from kvprefetch.daemon.store.errors import StoreError
@@ -49,7 +50,7 @@ class Served:
     def __init__(self, path: Path) -> None:
         config = load({"socket": str(path), "max_engines": 1})
         log, epochs = structlog.get_logger(), RefusedEpochs()
-        shared = SimpleNamespace(config=config, log=log)
+        shared = SimpleNamespace(config=config, log=log, refusals=Refusals())
         self.path, self.epoll, self.epochs = path, select.epoll(), epochs
         self.control = Control(listen(config), shared, epochs, self.epoll)  # type: ignore[arg-type]
 

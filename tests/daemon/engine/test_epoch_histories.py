@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.daemon.control.refusals import Refusals
 from kvprefetch.daemon.control.report import status
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.runs import Lane
@@ -143,7 +144,9 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
         chance = Random(100 * seed + round_)
         clock, store, pools = [1], Store(chance), RandomPools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
-        shared: Any = SimpleNamespace(mode="on", store=store, snapshot=Snapshot(), master_http="", pools=pools)
+        shared: Any = SimpleNamespace(
+            mode="on", store=store, snapshot=Snapshot(), master_http="", pools=pools, refusals=Refusals()
+        )
         engine = EngineSide()
         engine.open(epoch.memory.control.buffer)
         pushed = records(epoch, chance)
