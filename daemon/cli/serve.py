@@ -77,7 +77,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     # Imported late: `kvprefetchd --help` and configuration errors need neither Mooncake nor structlog.
     from ..telemetry.logs import unblock_streams
 
-    unblock_streams()  # may start processes, so it comes before the imports below start threads
+    unblock_streams()
     from ..runtime.service import Daemon
     from ..store.errors import EmbeddedError, StoreError
     from ..store.settings import SettingsError

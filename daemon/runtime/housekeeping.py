@@ -31,7 +31,7 @@ class Housekeeping:
         self._backend.tick(shared.pools)
         for epoch, ending in self._epochs.tick(now_ns):
             self._control.end(epoch, ending)
-        shared.snapshot.lost_lines = tick()
+        shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
         if shared.snapshot.tick(now_ns):
             self._publish(now_ns)

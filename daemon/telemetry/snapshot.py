@@ -15,6 +15,7 @@ from ..store.fill import StoreFill
 from .counters import Counters
 
 PUBLISH_NS = 1_000_000_000
+LOST_NS = 60_000_000_000  # for so long a lost line of the log is a problem
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
 # A question to the master, whose own bound is `rpc_timeout_ms` of at most 60 s; an older one will not come back.
 CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
@@ -40,6 +41,7 @@ class Snapshot:
         self.started_ns = self.beat_ns = clock_ns()
         self.published = Published()
         self.lost_lines = 0  # of the log
+        self._lost_ns = -LOST_NS  # when the last one was lost
         # These answer at any time, on any thread.
         self.running: Callable[[], Mapping[str, int]] = dict  # start of the oldest store call of each kind, ns
         self.disk_fault: Callable[[], str] = str  # why nothing can be kept on disk, or nothing
@@ -48,6 +50,20 @@ class Snapshot:
         self.fill_earlier: Callable[[], StoreFill | None] = lambda: None
         self._retired = Counters()
         self._published_ns = 0
+
+    def note_lost(self, lines: int, now_ns: int) -> None:
+        """Enter how many lines of the log were lost since the start."""
+        if lines > self.lost_lines:
+            self.lost_lines, self._lost_ns = lines, now_ns
+
+    @property
+    def log_fault(self) -> str:
+        """That lines of the log were lost within LOST_NS, or nothing."""
+        if self.clock_ns() - self._lost_ns >= LOST_NS:
+            return ""
+        return (
+            f"lines of the log are lost: nobody reads it, or its disk stands still or is full: lines={self.lost_lines}"
+        )
 
     def retire(self, counters: Counters) -> None:
         """Keep the numbers of an engine that is gone in the totals."""
@@ -94,7 +110,7 @@ def judge(snapshot: Snapshot) -> Health:
     Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.
     Other calls may take long in a daemon that works: transfers of a node that trickles, a purge, the reservation of
     much staging, a GPU's.  No request waits for one beyond its deadline, and a restart would make none faster.  A disk
-    that keeps nothing is listed as a problem, and memory serves on.
+    that keeps nothing, and a log that loses lines, are listed as problems, and the daemon serves on.
     """
     published, now = snapshot.published, snapshot.clock_ns()
     loop_age_s = max(0, now - snapshot.beat_ns) / 1e9
@@ -119,5 +135,5 @@ def judge(snapshot: Snapshot) -> Health:
         problems.append("the store does not answer: new requests are misses")
     healthy = asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
-    problems += filter(None, (snapshot.disk_fault(), snapshot.lease_fault()))
+    problems += filter(None, (snapshot.disk_fault(), snapshot.lease_fault(), snapshot.log_fault))
     return Health(snapshot.phase, ready, healthy, loop_age_s, call_age_s, published.store_open, tuple(problems))

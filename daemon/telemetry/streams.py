@@ -1,8 +1,7 @@
 """Keeps writes to standard output and standard error from waiting: for a pipe, a terminal, a socket or a file.
 
 A pipe or a terminal is opened again without blocking.  For a file that does not help: a write waits while the disk
-stands still, and a thread in such a wait keeps the process from ending, even after SIGKILL.  So a process of its own
-writes to the file, behind a pipe; after the daemon's end it writes the rest and ends too.
+stands still.  So a thread of its own writes to the file, behind a pipe (docs/adr/0120).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import atexit
 import contextlib
 import os
 import select
-import signal
 import stat
 import sys
 import threading
@@ -20,13 +18,13 @@ from collections import deque
 
 PIECE_BYTES = 1 << 16
 LIMIT_BYTES = 4 << 20  # of lines that wait for their reader
-RETRY_MS = 100
+RETRY_S = 0.1
 SETTLE_S = 2.0
-NAME = "kvprefetchd-log"  # of the process that writes, in ps and top
 
 _pipes: dict[tuple[int, int], int] = {}  # to the files, by device and inode: both streams may lead to one
 _streams: list[int] = []  # descriptors that lead to such pipes now
-_writers: list[int] = []  # pids
+_writers: list[threading.Thread] = []
+_ending = threading.Event()
 
 
 def never_wait(fd: int, *, ours: bool = False) -> None:
@@ -39,7 +37,7 @@ def never_wait(fd: int, *, ours: bool = False) -> None:
     if stat.S_ISREG(status.st_mode):
         key = (status.st_dev, status.st_ino)
         if key not in _pipes:
-            _pipes[key] = _start_writer(fd)
+            _pipes[key] = _start_writer(os.dup(fd))
         os.dup2(_pipes[key], fd, inheritable=True)
         _streams.append(fd)
     elif stat.S_ISSOCK(status.st_mode) and ours:
@@ -61,56 +59,31 @@ def settle(timeout_s: float = SETTLE_S) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for fd in (*_streams, *_pipes.values()):
         os.dup2(null, fd)  # closes the pipe's last end: the writer reads its rest, then the end of file
+    _ending.set()
     deadline = time.monotonic() + timeout_s
-    while _writers and time.monotonic() < deadline:
-        _writers[:] = filter(_runs, _writers)
-        time.sleep(0.005)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:  # our parent ignores SIGCHLD, and so do we
-        return False
+    for writer in _writers:
+        writer.join(max(0.0, deadline - time.monotonic()))
 
 
 def _start_writer(file: int) -> int:
-    """Start a process that writes to `file`; return its pipe's end. Call it before there are threads."""
+    """Start a thread that writes to `file`; return its pipe's end."""
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write, False)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _write_out(read, file)
-        finally:
-            os._exit(0)
-    os.close(read)
     if not _writers:
         atexit.register(settle)
-    _writers.append(pid)
+    _writers.append(threading.Thread(target=_write_out, args=(read, file), name="log-file", daemon=True))
+    _writers[-1].start()
     return write
 
 
 def _write_out(pipe: int, file: int) -> None:
-    """Run in that process: copy from `pipe` to `file` until nobody has the pipe's other end any more."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which still writes
-        signal.signal(each, signal.SIG_IGN)
-    os.dup2(pipe, 0)
-    os.dup2(file, 1)
-    for number in map(int, os.listdir("/proc/self/fd")):  # the daemon's sockets, and the other end of this pipe
-        if number > 1:
-            with contextlib.suppress(OSError):
-                os.close(number)
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(NAME)
-    ended = select.poll()
-    ended.register(0, 0)  # no events but the hang-up of the other end
-    while data := os.read(0, PIECE_BYTES):
+    """Copy from `pipe` to `file` until nobody has the pipe's other end any more."""
+    while data := os.read(pipe, PIECE_BYTES):
         while data:
             try:
-                data = data[os.write(1, data) :]
+                data = data[os.write(file, data) :]
             except OSError:  # a full disk: try again until the daemon ends, as if it stood still
-                if ended.poll(RETRY_MS):
+                if _ending.wait(RETRY_S):
                     return
 
 
@@ -137,9 +110,7 @@ class LogWriter:
         """Write one line, or keep it until there is room, or lose it."""
         data = line.encode(errors="replace") + b"\n"
         with self._lock:
-            if self._gone:
-                return
-            if self._waiting + len(data) > self._limit:
+            if self._gone or self._waiting + len(data) > self._limit:
                 self.lost_lines += 1
             else:
                 self._lines.append(data)
@@ -180,6 +151,7 @@ class LogWriter:
                 count = 0
             except OSError:  # the reader is gone for good
                 self._gone = True
+                self.lost_lines += len(self._lines) + 1
                 self._lines.clear()
                 self._waiting = 0
                 return

@@ -9,9 +9,10 @@ import pytest
 
 from kvprefetch.daemon.telemetry import web
 from kvprefetch.daemon.telemetry.logs import EventCounts
-from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, Snapshot, judge
+from kvprefetch.daemon.telemetry.snapshot import CALL_HEALTHY_S, LOOP_HEALTHY_S, LOST_NS, Snapshot, judge
 from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.process import free_ports
+from tests.support.clock import Clock
 from tests.support.telemetry import get, snapshot_at
 from tests.support.waiting import eventually
 
@@ -102,3 +103,20 @@ def test_a_disk_that_keeps_nothing_is_a_problem_and_no_reason_not_to_be_ready() 
     snapshot.lease_fault = lambda: "a shorter lease"
     health = judge(snapshot)
     assert (health.ready, health.problems) == (True, ("nothing can be kept on disk", "a shorter lease"))
+
+
+def test_lost_lines_of_the_log_are_a_problem_for_a_minute() -> None:
+    clock = Clock()
+    snapshot = Snapshot(clock)
+    snapshot.phase = "serving"
+    snapshot.publish(0, [], [], store_open=True)
+    assert judge(snapshot).problems == ()
+    for lines in (3, 3):
+        snapshot.note_lost(lines, clock())
+        health = judge(snapshot)
+        assert health.ready
+        [problem] = health.problems
+        assert problem.endswith("lines=3")
+        snapshot.beat_ns = clock.ns = clock.ns + LOST_NS - 1
+    clock.ns = snapshot.beat_ns = clock.ns + 1
+    assert judge(snapshot).problems == ()

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,20 +16,10 @@ import pytest
 
 from tests.daemon.stores import blocks
 from tests.daemon.telemetry.test_log_writer import serve
+from tests.lab.process import descendants, wait_gone
 from tests.support.auditor import ask_daemon
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
-
-
-def writer_of(pid: int) -> int:
-    """The one process that writes files for this one."""
-
-    def named() -> list[str]:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [child for child in children if Path(f"/proc/{child}/comm").read_text() == "kvprefetchd-log\n"]
-
-    [writer] = eventually(named, what="the writer")
-    return int(writer)
 
 
 def run(script: str, stdout: int, stderr: int | None = None, **options: object) -> subprocess.Popen[str]:
@@ -61,8 +50,7 @@ def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(t
         said, lost = map(int, process.stderr.readline().split())
         assert (said, lost > 1000) == (0, True), "while none gets through, it is known and not said"
         assert path.stat().st_size <= 100
-        writer = writer_of(process.pid)
-        resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         process.stdin.write("there is room\n")
         process.stdin.flush()
         assert int(process.stderr.readline()) == lost
@@ -72,6 +60,23 @@ def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(t
     assert len(numbers) == 5000 - lost
     assert numbers == sorted(set(numbers)), "in order, none twice"
     assert {len(line) for line in lines} == {99}
+
+
+@pytest.mark.store
+def test_a_log_file_is_written_by_no_other_process(tmp_path: Path) -> None:
+    """A process that writes it might die, and every later line would be lost."""
+    with (tmp_path / "log").open("ab") as log:
+        process = serve(tmp_path, log.fileno(), log.fileno())
+    try:
+        ask_daemon(tmp_path / "s")  # it has started
+        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0] for pid in descendants(process.pid)]
+        assert [Path(command).name for command in commands] == ["mooncake_master"]
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert '"daemon.stopped"' in (tmp_path / "log").read_text().splitlines()[-1]
 
 
 def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp_path: Path) -> None:
@@ -85,23 +90,6 @@ def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp
     with path.open("wb") as file, run(script, file.fileno(), file.fileno()) as process:
         assert process.wait(20) == 0
     assert path.read_text().splitlines() == [*map(str, range(50)), "last words"]
-
-
-@pytest.mark.store
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_writer_outlives_a_process_that_was_killed_and_ends(tmp_path: Path, number: int) -> None:
-    """Control-C and `systemctl stop` reach both."""
-    path = tmp_path / "log"
-    script = "never_wait(1)\nos.write(1, b'before\\n')\ntime.sleep(60)"
-    with path.open("wb") as file, run(script, file.fileno(), subprocess.DEVNULL, process_group=0) as process:
-        eventually(lambda: path.read_text() == "before\n", what="the first line")
-        writer = writer_of(process.pid)
-        if number == signal.SIGKILL:
-            process.kill()
-        else:
-            os.killpg(process.pid, number)
-        process.wait(10)
-    eventually(lambda: not Path(f"/proc/{writer}").exists(), what="the writer's end")
 
 
 @pytest.fixture
@@ -123,7 +111,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.store
 def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(disk: Path, tmp_path: Path) -> None:
-    """A write to it waits in the kernel, and neither SIGTERM nor SIGKILL ends that. 50 lines fit the pipe."""
+    """A write to it waits in the kernel, and neither SIGTERM nor SIGKILL ends that. 50 lines fit the pipe.
+
+    The daemon gives up all that it has, and its main thread ends; the kernel keeps the entry of the process.
+    """
     path, socket = disk / "log", tmp_path / "s"
     with path.open("ab") as log:
         process = serve(tmp_path, log.fileno(), log.fileno())
@@ -135,13 +126,17 @@ def test_a_log_on_a_disk_that_stands_still_keeps_nobody_from_serving_and_ending(
             assert engine.load(list(blocks("still", 1)), name=f"r{i}") is None
         assert ask_daemon(socket).engines
         engine.close()
+        [master] = descendants(process.pid)
         process.terminate()
+        eventually(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "Z", 20, "its end")
+        assert not socket.exists()
+        assert wait_gone([master]) == []
+        subprocess.run(["fsfreeze", "-u", str(disk)], check=True)
         assert process.wait(20) == 0
     finally:  # before it is waited for: a process that waits for its disk does not end
         subprocess.run(["fsfreeze", "-u", str(disk)], check=False, capture_output=True)
         process.kill()
         process.wait()
-    eventually(lambda: "daemon.stopped" in path.read_text(), what="the last line")
     records = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-    assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(50)]
-    assert records[-1]["event"] == "daemon.stopped"
+    done = [each["request_id"] for each in records if each["event"] == "request.done"]
+    assert done == [f"r{i}" for i in range(len(done))], "whole lines, in order; the rest is lost at the end"
