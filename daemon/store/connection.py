@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import addresses
+from . import addresses, window
 from .breaker import Attempt, Breaker
 from .errors import StoreError, StoreUnavailable
 from .joining import Joined, join
@@ -55,6 +55,8 @@ class Connection:
         protocol = self._settings.protocol
         if addresses.without_rdma(protocol):
             self._log.warning("rdma.absent", protocol=protocol)
+        if untried := window.untried(window.installed()):
+            self._log.warning("mooncake.untried", error=untried)
         if joined.why:
             self._log.warning("reads.blocking", error=joined.why)
         reads = "sleeping" if joined.sleeping else "blocking"

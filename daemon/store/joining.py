@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from . import addresses, loopback
+from . import addresses, loopback, window
 from .errors import LIBRARIES, StoreError
 from .settings import MooncakeSettings
 from .sleeping_reads import self_test
@@ -35,10 +35,11 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     Without a port Mooncake tries twenty, each until the master's time is up.  A client with a loopback name accepts
     connections from this machine only.
     """
-    # Mooncake reads these once, when it is loaded. At INFO it logs every value read from a disk; it overwrites glog's
-    # GLOG_minloglevel.
+    # Mooncake reads these once, when it is loaded. At INFO it logs every value read from a disk.
     os.environ["MC_RPC_TIMEOUT_MS"] = str(rpc_timeout_ms)
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+    if "MC_LOG_LEVEL" not in os.environ:
+        # 0.3.14 takes it later than it writes its first lines, which go by glog's own.
+        os.environ |= {"MC_LOG_LEVEL": "WARNING", "GLOG_minloglevel": "1"}
     # To get what lies in our own memory is a copy, in which Mooncake does not spin.
     sleeping = settings.protocol == "tcp" and settings.global_segment_size == 0
     if sleeping:
@@ -116,4 +117,7 @@ def import_client() -> Any:
         ) from None
     except ImportError as error:
         raise StoreError(f"mooncake cannot be loaded ({error}): {LIBRARIES}") from None
+    if missing := window.lacks(MooncakeDistributedStore):
+        tried = ", ".join(window.TRIED)
+        raise StoreError(f"this Mooncake lacks what the daemon calls: {', '.join(missing)}: tried={tried}")
     return MooncakeDistributedStore

@@ -316,6 +316,8 @@ EVENTS: dict[str, Event] = {
     "job.failed": Event("error", "A store job raised an unexpected error; its blocks count as failed.",
                         ("error",), floods=True),
     "store.opened": Event("info", "The store is ready for calls.", ("master", "protocol", "reads")),
+    "mooncake.untried": Event("warning", "No test has run the installed Mooncake. It has all that the daemon calls.",
+                              ("error",)),
     "reads.blocking": Event("warning", "A fetch that waits keeps a core busy: the test of reads that sleep failed.",
                             ("error",)),
     "lease.short": Event("error", "The master keeps values for a shorter time than `lease_ms`. Fetches block from now "

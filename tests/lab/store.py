@@ -93,7 +93,7 @@ class Store(Programs):
             f"--metrics_port={self._metrics_port}",
             f"--default_kv_lease_ttl={self.lease_ms}",
             # On a starved machine a node's heartbeat may come so late that the default drops its values.
-            "--client_ttl=120",
+            "--client_ttl=120",  # 0.3.14 takes it for both of its bounds
             *offload,
         ]
         self._processes.append(self._spawn_master(scratch))

@@ -23,6 +23,7 @@ from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.control.listener import check_place
+from kvprefetch.daemon.store import window
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
@@ -149,7 +150,7 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "MOONCAKE", ())
+    monkeypatch.setattr(window, "DISTRIBUTIONS", ())
     (libraries,) = findings.libraries(load({}))
     (store,) = findings.store(load({}))
     assert "pip install '.[daemon-cpu]'" in libraries.advice

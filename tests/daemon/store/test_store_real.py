@@ -106,7 +106,7 @@ def test_should_put_find_and_get_the_same_bytes(real: Opened) -> None:
 
 
 def test_should_refuse_a_key_that_stands_twice_in_a_get(real: Opened) -> None:
-    """Mooncake fills the last destination only, and says OK for both."""
+    """Mooncake 0.3.13 fills the last destination only, and says OK for both; 0.3.14 fills both."""
     store, _, base, area = real
     area[: 3 * BLOCK] = b"d" * BLOCK + b"." * 2 * BLOCK
     store.put_from(["d@00"], [base], [BLOCK])
@@ -114,7 +114,7 @@ def test_should_refuse_a_key_that_stands_twice_in_a_get(real: Opened) -> None:
     with pytest.raises(ValueError, match="twice"):
         store.get_into(*twice)
     assert real.client.batch_get_into(*twice) == [BLOCK] * 2
-    assert [area[BLOCK : BLOCK + 1], area[2 * BLOCK : 2 * BLOCK + 1]] == [b".", b"d"], "mended? then fetch() may use it"
+    assert [area[BLOCK : BLOCK + 1], area[2 * BLOCK : 2 * BLOCK + 1]] in ([b".", b"d"], [b"d", b"d"])
 
 
 @pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 2])
