@@ -272,9 +272,9 @@ EVENTS: dict[str, Event] = {
     "engine.incomplete": Event("warning", "30 s after an engine's scheduler some ranks are still missing; the engine "
                                "gets nothing before they come. They run on another node, look for another socket, or "
                                "may not attach.", ("come", "ranks", "missing")),
-    "engine.refused": Event("error", "The daemon does not serve an engine: a bound is reached, its hellos contradict each "
-                            "other or the configuration, or its memory could not be reserved. Written again when the "
-                            "reason changes; `status` lists it as long as it tries.",
+    "engine.refused": Event("error", "The daemon does not serve an engine: a bound is reached, its hellos contradict "
+                            "each other or the configuration, or its memory could not be reserved. Written again when "
+                            "the reason changes; `status` lists it as long as it tries.",
                             ("pid", "uid", "error", "final"), floods=True),
     "engine.reset": Event("info", "An engine's weights changed: its keys have other weights from now on.",
                           ("reset_generation", "weights")),
