@@ -42,7 +42,8 @@ def grouped(name: str, count: int) -> list[dict[bytes, bytes]]:
 def put(cluster: Store, *groups: list[dict[bytes, bytes]], prefixes: tuple[str, ...] = ("model", "model")) -> None:
     """Put each list of groups on a storage node of its own."""
     for prefix, each, segment in zip(prefixes, groups, cluster.segments, strict=True):
-        values = {f"u{os.getuid()}@{prefix}@tp_rank:0@{digest.hex()}": v for group in each for digest, v in group.items()}
+        begin = f"u{os.getuid()}@{prefix}@tp_rank:0@"
+        values = {begin + digest.hex(): value for group in each for digest, value in group.items()}
         control.put(cluster.config, values, segment)
 
 
