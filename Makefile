@@ -9,14 +9,14 @@ BIN    := $(VENV)/bin
 LINTED := .
 # Test processes at a time; each keeps about one core and 3 GB busy.
 JOBS   ?= 2
-LINKED := $(wildcard package/*) daemon shmring connector systemd
+LINKED := $(wildcard package/*) daemon kv shmring connector systemd
 GPU_TESTS ?= tests/gpu/test_*.py
 # A machine with a GPU brings its own Python: no setup, and no plugins of its pytest.
 ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
+CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 CHECK_COVERAGE ?= 78

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from ..shmring.groups import Groups
+    from ..kv.groups import Groups
 
 # Fields of a layer's KV spec that decide the meaning of its bytes.
 DECIDING = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..shmring.groups import Group, Groups, Kind
+from ..kv.groups import Group, Groups, Kind
 from ..shmring.wire.attach import MAX_BORDERS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..kv.groups import Groups
 from ..shmring._atomics import block_ids
-from ..shmring.groups import Groups
 from .hints import Handle
 from .metadata import LoadOrder
 from .request_state import Answer, RequestState

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..shmring.groups import Groups, Kind
+from ..kv.groups import Groups, Kind
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .hints import Handle

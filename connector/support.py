@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from ..shmring.groups import Group, Groups
+    from ..kv.groups import Group, Groups
     from .metadata import KVPrefetchNode
 
 # The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.

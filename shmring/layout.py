@@ -34,7 +34,6 @@ HEADER_BYTES = 4096
 HOT_OFFSET = 512
 PAGE_ENTRIES = 256  # of a slot table
 MAX_TOTAL_BYTES = 1 << 36
-MAX_GROUPS = 32  # KV groups of one engine
 
 _GEOMETRY = struct.Struct("<11Q")
 

@@ -51,7 +51,7 @@ def test_the_site_is_built_and_a_dead_link_fails(tmp_path: Path, planted: str, c
     subprocess.run(["make", "docs"], cwd=ROOT, check=True, capture_output=True)
     for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("daemon", "connector", "shmring", "tests", "benchmarks", "systemd", "charts", "LICENSE"):
+    for name in ("daemon", "connector", "kv", "shmring", "tests", "benchmarks", "systemd", "charts", "LICENSE"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("docs", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -19,7 +19,7 @@ from benchmarks.simulate.events import NS, Event, Loop, ns
 from benchmarks.simulate.pool import KVPool
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.connector.policy import loads_beside
-from kvprefetch.shmring.groups import Groups, Kind
+from kvprefetch.kv.groups import Groups, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.prefixes import SLICE, Prompt
 from kvprefetch.daemon.planning.requests import Broken, Key
-from kvprefetch.shmring.groups import Groups, Kind
+from kvprefetch.kv.groups import Groups, Kind
+from kvprefetch.kv.prompts import SLICE, Prompt
 
 
 def names(groups: Groups, request: SimRequest, start: int, stop: int) -> list[bytes]:

@@ -19,7 +19,7 @@ from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.pace import Asked, Pace
-from kvprefetch.shmring.groups import Groups
+from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring.wire.records import FlagState
 
 MAX_STUCK = 4  # calls past their deadline; with so many no other starts

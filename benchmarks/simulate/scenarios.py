@@ -10,7 +10,7 @@ from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
 from benchmarks.simulate.waiting import POLICIES
 from benchmarks.simulate.workload import Load
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 
 ENGINE = EngineModel(pool_blocks=2304)  # what its 32 slots need, so that load means a full pool
 NODE = NodeModel(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...kv.groups import Groups
 from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.flags import MAX_COUNT, FlagTable, pack, unpack
-from ...shmring.groups import Groups
 from ...shmring.layout import Layout, pages_of
 from ...shmring.liveness import Liveness
 from ...shmring.ring import Consumer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...kv.prompts import Prompt
 from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
 from ...shmring.wire import records
@@ -16,7 +17,6 @@ from ...shmring.wire.attach import Mapped, Reset, ResetDone
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
-from ..planning.prefixes import Prompt
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.counters import WARM_RESULTS

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from ..planning.prefixes import Choice
+from ...kv.prompts import Choice
 from ..planning.requests import Broken, Failure, Key, Order, Request, TakenBack
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...kv.prompts import Prompt
 from ..planning.negative import NegativeCache
-from ..planning.prefixes import Prompt
 from ..planning.requests import Key, Request, Urgency
 from .transfers import Found
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence, Set
 
+from ...kv.prompts import Prompt
 from .blocks import Blocks
 from .ceiling import Ceiling
 from .holdings import Holdings
-from .prefixes import Prompt
 from .queues import Queues, Stop, Victims
 from .requests import Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
 from .runs import BlockState, Lane, Run

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from .prefixes import Prompt
+from ...kv.prompts import Prompt
 from .runs import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ..layout import MAX_GROUPS
+from ...kv import MAX_GROUPS
 from .checks import KeyPrefix, Packet, shown
 
 if TYPE_CHECKING:
-    from ..groups import Groups
+    from ...kv.groups import Groups
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
@@ -98,7 +98,7 @@ class SchedulerInfo(Packet):
     @property
     def kv_groups(self) -> Groups | None:
         """Return the rules of several groups, unchecked; None for one group."""
-        from ..groups import Group, Groups, Kind  # numpy, which the command line does without
+        from ...kv.groups import Group, Groups, Kind  # numpy, which the command line does without
 
         groups = tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in self.groups)
         return Groups(groups, self.hash_tokens) if groups else None

@@ -44,7 +44,7 @@ from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 from tests.lab import connectors

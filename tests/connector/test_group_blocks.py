@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.connector.test_group_rules import spec
 from tests.support.kv_groups import layouts
 

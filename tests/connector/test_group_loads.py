@@ -10,7 +10,7 @@ import pytest
 
 from kvprefetch.connector.known import Known, joined_names
 from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Blocks, Engine, Request, scheduled_output

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.connector.groups import of_engine
-from kvprefetch.daemon.planning import prefixes as search
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv import prompts as search
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.support.kv_groups import layouts
 
 coordinator = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator")

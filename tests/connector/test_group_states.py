@@ -15,7 +15,7 @@ pytest.importorskip("vllm.v1.core.kv_cache_manager")
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
 
 from kvprefetch.connector.metadata import KVPrefetchMetadata
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 
 from .fakes import BLOCK, Engine, Request, scheduled_output
 from .test_group_blocks import a_request, manager_of

@@ -13,7 +13,7 @@ kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
 
 from kvprefetch.connector import groups  # noqa: E402
 from kvprefetch.daemon.store.zeros import holed  # noqa: E402
-from kvprefetch.shmring.groups import Group, Groups, Kind  # noqa: E402
+from kvprefetch.kv.groups import Group, Groups, Kind  # noqa: E402
 from kvprefetch.shmring.wire import attach  # noqa: E402
 
 HEADS = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 
 LAYERS = 2  # of each KV group
 VOCAB = 50

@@ -11,7 +11,7 @@ from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.worker import WorkerSide
-from kvprefetch.shmring.groups import Group, Kind
+from kvprefetch.kv.groups import Group, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
 from tests.scheduler.engine import Engine
 from tests.scheduler.schedules import explore

@@ -11,7 +11,7 @@ import pytest
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.worker import WorkerSide
-from kvprefetch.shmring.groups import Group, Kind
+from kvprefetch.kv.groups import Group, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
 from tests.scheduler.model import BLOCK
 from tests.scheduler.shape import Site

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import vllm
 
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.scheduler.engine import Engine, Sent
 from tests.scheduler.model import BLOCK, FULL
 from tests.scheduler.schedules import STORED_S, Add, Forget, Run, explore, play, truth_of

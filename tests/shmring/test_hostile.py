@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvprefetch.kv import MAX_GROUPS
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
-from kvprefetch.shmring.layout import MAX_GROUPS, Layout, Line
+from kvprefetch.shmring.layout import Layout, Line
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
 from kvprefetch.shmring.wire import attach, records

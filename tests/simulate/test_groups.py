@@ -20,7 +20,7 @@ from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.calls import Kind as CallKind
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, make_epoch
 from tests.simulate import small as one_group

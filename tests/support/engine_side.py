@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
-from kvprefetch.shmring.groups import Groups
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Producer

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("shmring", "connector", "daemon", "systemd")
+PARTS = ("kv", "shmring", "connector", "daemon", "systemd")
 
 
 def copy_package(folder: Path) -> Path:

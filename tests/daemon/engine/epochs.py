@@ -21,7 +21,7 @@ from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
-from kvprefetch.shmring.groups import Groups
+from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key

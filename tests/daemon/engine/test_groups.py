@@ -19,8 +19,8 @@ from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Kind as CallKind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.flags import Flag
-from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.admin import Report, Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved

@@ -6,10 +6,10 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.prefixes import Prompt
 from kvprefetch.daemon.planning.requests import Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.kv.prompts import Prompt
 
 
 class FlagsModel:

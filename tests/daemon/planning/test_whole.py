@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.prefixes import GIVE_UP_SLICES, SLICE, Choice, Prompt
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication, Request, TakenBack
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.kv.prompts import GIVE_UP_SLICES, SLICE, Choice, Prompt
 
 SIZE = 8
 SHAPES = [

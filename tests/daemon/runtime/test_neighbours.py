@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.flags import pack
-from kvprefetch.shmring.groups import Group, Groups, Kind
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire import records

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.shmring.groups import Group, Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.support.kv_groups import layouts
 
 LONGEST = 20  # units of a prompt

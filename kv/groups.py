@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .layout import MAX_GROUPS
+from . import MAX_GROUPS
 
 Numbers = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...shmring.groups import Groups, Kind, Numbers
+from .groups import Groups, Kind, Numbers
 
 Bits = npt.NDArray[np.bool_]
 # What is known of a block.  All but the first may be there.
