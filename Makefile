@@ -16,13 +16,13 @@ ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFER
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/lab/test_ttft.py tests/bench \
+CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ttft bench-miss bench-ring bench-save bench-beside bench-engine-thread bench-daemon bench-cuda bench-cuda-sweep simulate simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,20 +96,11 @@ bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quic
 bench-serve: setup ## a recorded trace through vllm serve: ARGS="conversation --data DIR" or "agents …" (root)
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
-bench-ttft: setup ## time to first token against vLLM's own Mooncake connector
-	@$(BIN)/python -m benchmarks.ttft $(ARGS)
-
-bench-save: setup ## time of a step with saving on against off
-	@$(BIN)/python -m benchmarks.save $(ARGS)
-
 bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
 	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)
 
 bench-beside: setup ## loads beside saves over a limited link (root)
 	@$(BIN)/python -m benchmarks.beside $(ARGS)
-
-bench-miss: setup ## cost of a miss, under load and on an idle engine
-	@$(BIN)/python -m benchmarks.miss $(ARGS)
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)
@@ -119,9 +110,6 @@ bench-daemon: setup ## keys and bytes a second of one daemon, and what is used u
 
 bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
 	@$(ON_GPU) -m benchmarks.cuda $(ARGS)
-
-bench-cuda-sweep: links ## what the sizes of the copy kernel are worth on a GPU (PYTHON as for gpu)
-	@$(ON_GPU) -m benchmarks.cuda_sweep $(ARGS)
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)

@@ -21,7 +21,6 @@ import json
 import mmap
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -303,13 +302,6 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def first_use() -> dict[str, float]:
-    """What cuda_first_use.py prints: in a process of its own, for this one has a context already."""
-    command = [sys.executable, "-m", "benchmarks.cuda_first_use"]
-    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, timeout=120, check=True).stdout)
-    return found
-
-
 def measure(shape: str, blocks: int) -> dict[str, Any]:
     bench = Bench(shape, blocks)
     try:
@@ -382,7 +374,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "command": command("benchmarks.cuda", sys.argv[1:] if arguments is None else arguments),
-        "first_use": first_use(),
     }
     print(" ".join(f"{key}={value}" for key, value in head.items()))
     results = []

@@ -1,9 +1,9 @@
 """Measures the time that a connector takes of vLLM's own thread: each hook of the scheduler's side, in a real engine.
 
-The load is that of ``benchmarks.ttft``: a closed loop behind a full queue, every prompt in a store behind a limited
-link. Passes alternate between the connectors. The hooks are timed from outside, where the scheduler calls them. Pushes
-and bells are counted in a pass of its own, so that counting costs the timed hooks nothing. That pass also times a
-function that does nothing in each hook's place: the floor of what a hook can cost, caches being as they are.
+The load is that of ``full_queue.py``. Passes alternate between the connectors. The hooks are timed from outside, where
+the scheduler calls them. Pushes and bells are counted in a pass of its own, so that counting costs the timed hooks
+nothing. That pass also times a function that does nothing in each hook's place: the floor of what a hook can cost,
+caches being as they are.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks import arguments
+from benchmarks.full_queue import LMCACHE, Bench, Setting
 from benchmarks.machine import machine
-from benchmarks.ttft import Bench, Setting
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.interference import Interference, cpu_s
 from tests.lab.passes import percentile
 from tests.lab.process import exit_on_sigterm
 
 VARIANTS = ("ours", "upstream-async")
-LMCACHE = ("lmcache", "lmcache-eager")
 FLOOR = "a function that does nothing"
 ASK = "get_num_new_matched_tokens"
 

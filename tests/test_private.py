@@ -28,7 +28,6 @@ ALLOWED: dict[str, int] = {
     "tests/gpu/test_copies.py": 2,
     "tests/shmring/gpu/test_cuda.py": 1,
     "benchmarks/cuda.py": 2,
-    "benchmarks/ring_peers.py": 1,
 }
 
 
