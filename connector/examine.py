@@ -8,7 +8,6 @@ nothing.  It imports neither vLLM nor torch, so it knows of the model what its c
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import platform
@@ -26,7 +25,6 @@ from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of, user_id
 from ..shmring.wire.records import ProtocolError
 from . import compat, config
-from .sources import Sources
 
 NAME = "KVPrefetchConnector"
 DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
@@ -49,11 +47,15 @@ def environment(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield "ok", f"kvprefetch {__version__} with its extension, Python {platform.python_version()}", ""
     try:
         version = compat.installed_version()
-        untried = compat.verdict(version, compat.root())
+        known = compat.tried(version)
     except ValueError as error:
         yield "bad", str(error), "run this command in the engine's environment: /path/to/its/bin/kvprefetchd"
         return
-    yield ("note", untried, "") if untried else ("ok", f"vLLM {version}", "")
+    if known:
+        yield "ok", f"vLLM {version}", ""
+    else:
+        what = f"no test has run this vLLM: vllm={version} tried={compat.TRIED[0]} to {compat.TRIED[-1]}"
+        yield "note", what, "the engine compares it with what the connector uses, and refuses in one line, or warns"
     if not any(each.name == "kvprefetch" for each in metadata.entry_points(group="vllm.general_plugins")):
         yield "bad", "vLLM does not find the connector: the package has no entry point here", "pip install it again"
     chosen = os.environ.get("VLLM_PLUGINS")
@@ -64,9 +66,10 @@ def environment(arguments: argparse.Namespace) -> Iterator[Finding]:
 def configuration(arguments: argparse.Namespace) -> Iterator[Finding]:
     """The value of --kv-transfer-config, down to the connector's own keys."""
     ours = _ours(arguments.kv_transfer_config)
-    known, role, policy = _transfer_keys(), ours.get("kv_role"), ours.get("kv_load_failure_policy", "fail")
-    for key in ours.keys() - known if known else ():
-        yield "bad", f"kv_transfer_config: unknown key {shown(key)}{nearest(key, known)}", "vLLM would refuse it"
+    role, policy = ours.get("kv_role"), ours.get("kv_load_failure_policy", "fail")
+    for key in ours.keys() - compat.TRANSFER_KEYS:
+        what = f"kv_transfer_config: unknown key {shown(key)}{nearest(key, compat.TRANSFER_KEYS)}"
+        yield "bad", what, "vLLM would refuse it"
     if role not in _ROLES:
         yield "bad", f"kv_role: should be one of {', '.join(_ROLES)}: kv_role={shown(role)}", "vLLM would refuse it"
     if policy != "recompute":
@@ -180,16 +183,6 @@ def _ours(text: str) -> Mapping[str, Any]:
             return each
     name = whole.get("kv_connector") if isinstance(whole, dict) else None
     raise ValueError(f"kv_transfer_config: kv_connector: should be {NAME}: kv_connector={shown(name)}")
-
-
-def _transfer_keys() -> set[str]:
-    """Return the fields of vLLM's KVTransferConfig, from its source; none without vLLM."""
-    try:
-        found = Sources(compat.root()).define("vllm.config.KVTransferConfig")
-    except ValueError:
-        return set()
-    fields = getattr(found, "body", [])
-    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
 CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (environment, configuration, model, daemon, gpu)
