@@ -34,6 +34,8 @@ WAIT_S = 60.0
 # Four blocks per call: far below the two seconds after which Mooncake gives up a read from disk.
 EXTRA = ("--save-share", "0.5", "--chunk", "256KiB", *PATIENT)
 
+pytestmark = pytest.mark.stress  # minutes of a slow disk; what stays behind it is in tests/daemon/planning
+
 
 Right = Callable[[list[list[int]]], list[list[int]]]
 
@@ -84,7 +86,6 @@ def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right
     assert max(first_tokens[index] for index in range(len(DISK), len(SLOW))) < half
 
 
-@pytest.mark.stress
 def test_a_disk_that_hangs_takes_nobody_along(pair: Pair, folder: Path, right: Right) -> None:
     """A read from disk hangs: the requests that wait for it recompute in time, all others load all their blocks.
 

@@ -155,10 +155,11 @@ def test_loads_from_device_slots_in_every_way(
     assert daemon.sigterm(60) == 0
 
 
+@pytest.mark.stress  # three engines of two ranks
 @needs_cxx
 @pytest.mark.parametrize(
     ("spread", "killed"),
-    [pytest.param(False, 1, id="one GPU"), pytest.param(True, SCHEDULER, id="a GPU each", marks=pytest.mark.stress)],
+    [pytest.param(False, 1, id="one GPU"), pytest.param(True, SCHEDULER, id="a GPU each")],
 )
 def test_two_ranks_load_from_device_slots(
     at: At, engines: Callable[..., Engine], daemons: Callable[..., Daemon], tmp_path: Path, spread: bool, killed: int

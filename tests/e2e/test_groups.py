@@ -195,6 +195,7 @@ def test_each_connector_reads_what_the_other_wrote(
             0,
             (0, 1),
             marks=[
+                pytest.mark.stress,  # a chunk's rules are in the case below, too
                 pytest.mark.shows("saved, then loaded: tokens equal", "full attention and chunks"),
                 pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and chunks"),
             ],

@@ -54,6 +54,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, qwen: Path, reference: 
     engine.stop()
 
 
+@pytest.mark.stress  # as test_groups, whose preempted requests are in the default run
 @pytest.mark.shows("loads that fail", "full attention and linear attention")
 @pytest.mark.shows("aborts", "full attention and linear attention")
 @pytest.mark.shows("preemption", "full attention and linear attention")

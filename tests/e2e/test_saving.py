@@ -19,7 +19,9 @@ LONG = 160
 
 
 @pytest.mark.shows("preemption")
-@pytest.mark.parametrize(("decode", "load_mode"), [(False, "sync"), (True, "async")])
+@pytest.mark.parametrize(
+    ("decode", "load_mode"), [pytest.param(False, "sync", marks=pytest.mark.stress), (True, "async")]
+)
 def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine, decode: bool, load_mode: str) -> None:
     """The KV pool holds one and a half of four long outputs; then all saved blocks are loaded and continued."""
     prompts = make_prompts(5, 200, seed=61)

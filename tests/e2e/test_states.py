@@ -103,6 +103,7 @@ def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
         assert daemon.sigterm(60) == 0
 
 
+@pytest.mark.stress  # as test_groups, whose preempted requests are in the default run
 @pytest.mark.shows("aborts", "full attention and Mamba")
 @pytest.mark.shows("preemption", "full attention and Mamba")
 def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, reference: Engine) -> None:

@@ -67,6 +67,7 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
         engine.stop()
 
 
+@pytest.mark.stress  # two engines of two ranks; a fingerprint's test tells these layouts apart
 @pytest.mark.shows("engines with other KV share nothing")
 @needs_cxx
 def test_ranks_that_split_the_model_otherwise_share_nothing(site: Site, tmp_path: Path) -> None:

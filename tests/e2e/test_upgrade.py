@@ -61,6 +61,7 @@ def assert_refused(engine: Engine, daemon: Daemon, line: str) -> None:
     assert all(f"kvprefetch: the daemon refused: {refused[0]['error']}" in each for each in logged)
 
 
+@pytest.mark.stress  # each process imports vLLM anew: a minute on two cores
 @pytest.mark.shows("upgrade of the daemon")
 def test_an_engine_serves_on_beside_an_older_daemon_and_attaches_to_its_successor(
     at: At, model: Path, right: list[list[int]], engines: Callable[..., Engine], tmp_path: Path

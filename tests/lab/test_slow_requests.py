@@ -104,6 +104,7 @@ def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]]
 # --- the store, the link, the disk ------------------------------------------------------------------------------------
 
 
+@pytest.mark.stress  # a quarter of a minute: what is usual must be known first
 def test_a_slow_link() -> None:
     if why_not := link.available():
         pytest.skip(why_not)
@@ -129,6 +130,7 @@ def test_a_slow_link() -> None:
         engine.close()
 
 
+@pytest.mark.stress  # a quarter of a minute: what is usual must be known first
 def test_a_slow_disk(tmp_path: Path) -> None:
     if why_not := slow_disk.available(tmp_path):
         pytest.skip(why_not)

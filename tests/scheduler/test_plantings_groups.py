@@ -19,6 +19,8 @@ from tests.scheduler.shape import Site
 from tests.scheduler.test_plantings import finds
 from tests.scheduler.test_schedules_groups import LAYOUTS, loads_where_the_local_prefix_grew
 
+pytestmark = pytest.mark.stress  # hundreds of whole schedules; test_plantings.py is in the default run
+
 
 def layout(name: str) -> dict[str, Any]:
     groups, retention = LAYOUTS[name]

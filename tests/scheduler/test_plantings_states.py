@@ -19,6 +19,8 @@ from tests.scheduler.test_plantings import finds
 from tests.scheduler.test_schedules_groups import STATES, WITH_STATES
 from tests.scheduler.workers import Rank
 
+pytestmark = pytest.mark.stress  # hundreds of whole schedules; test_plantings.py is in the default run
+
 Offers = Mapping[str, Sequence[tuple[int, int, int]]]
 
 

@@ -136,12 +136,10 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
     auditor.assert_nothing_left()
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_an_idle_daemon_uses_next_to_nothing(serve: Serve, attached: bool) -> None:
+def test_an_idle_daemon_uses_next_to_nothing(serve: Serve) -> None:
     """CPU time, not wall time, so other programs count little: in one of five windows it is below the aim."""
     daemon = serve()
-    if attached:
-        FakeEngine(daemon.socket, prefix="idle").load(list(blocks("idle", 4)))
+    FakeEngine(daemon.socket, prefix="idle").load(list(blocks("idle", 4)))
     time.sleep(IDLE_AFTER_NS / 1e9 + 1)
     used = list[float]()
     while len(used) < 5 and min(used, default=1.0) >= 0.005:

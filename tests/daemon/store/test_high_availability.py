@@ -21,6 +21,8 @@ from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 
+pytestmark = pytest.mark.stress  # an etcd and two masters: a minute, and few clusters have them
+
 needs_etcd = pytest.mark.skipif(etcd() is None, reason="no etcd (make setup takes it out of Debian's etcd-server)")
 
 DEADLINE_S = 1.0
@@ -169,7 +171,6 @@ DISASTERS = [leader_killed, leader_frozen, etcd_killed, etcd_frozen_for_a_moment
 
 
 @needs_etcd
-@pytest.mark.stress
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("disaster", DISASTERS)
 def test_every_request_is_answered_in_time_and_right(
