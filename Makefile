@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,6 +113,9 @@ bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for
 
 simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+simulate-agents: setup ## wait policies on slices of the agents' trace, with the costs of the benchmark's engines: ARGS="--data DIR"
+	@$(BIN)/python -m benchmarks.simulate.slices $(ARGS)
 
 simulate-traces: setup ## recorded traces, unscaled, in the simulation: ARGS="conversation --data DIR"
 	@$(BIN)/python -m benchmarks.simulate.traces $(ARGS)

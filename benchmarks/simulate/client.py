@@ -17,6 +17,7 @@ from kvprefetch.shmring.wire.records import FlagState
 MAX_LATE_HINTS = 3  # as in connector/claims.py, whose import needs vLLM
 REVIEW_NS = 500_000  # times the number of pending requests: until the next visit of one of them
 STEPS_SEEN = 30  # of a run of equal steps; the averages have forgotten all others by then
+MEASURED_STEPS = 8  # as in connector/scheduler.py: one in so many of those in which nothing happens is measured
 
 
 def over_when_asked(seen: float, ready: float, asked: float, claimed: float) -> float:
@@ -51,7 +52,7 @@ class Client:
         self._loop, self._policy, self._node, self._review = loop, policy, node, review
         self._steps = StepTimes()
         self._waits = WaitPolicy(self._steps, block_tokens)
-        self._pending_count = 0
+        self._pending_count = self._unmeasured = 0
         self._queue: list[tuple[int, int, SimRequest]] = []  # pending requests in queue order; some ended meanwhile
         self.counters = ClientCounters()
         self.hinted: dict[tuple[int, int], SimRequest] = {}
@@ -74,6 +75,7 @@ class Client:
         `occupied`: running requests, as a share of the most that may run.  `visited_ns`: the last time before now at
         which a real engine would have visited all waiting requests.
         """
+        self._unmeasured = 0
         if request.wait is not None:
             request.wait.visited_ns = max(request.wait.visited_ns, visited_ns)
         if self._policy.direct:
@@ -164,8 +166,13 @@ class Client:
         return True
 
     def step_ran(self, step_ns: int, count: int, prefill_tokens: int, loading: bool) -> None:
-        """Show the policy's measurements `count` equal steps that ended now."""
+        """Show the policy's measurements `count` equal steps that ended now, or those of them that are measured."""
+        quiet = not (prefill_tokens or loading)
         for number in range(min(count, STEPS_SEEN), 0, -1):
+            if quiet and self._unmeasured:
+                self._unmeasured -= 1
+                continue
+            self._unmeasured = MEASURED_STEPS
             end_ns = self._loop.now_ns - (number - 1) * step_ns
             self._steps.began(end_ns - step_ns, prefill_tokens, executed=True, typical=not loading)
             self._steps.ended(end_ns)

@@ -239,6 +239,7 @@ class Engine:
                 return None
             heapq.heappop(self._visits)
             request.visible = False
+            request.local_blocks = local
             request.remaining = request.prompt_tokens - (local + loadable) * self._model.block_tokens
             size = self._model.load_bytes(local, loadable)
             copy_ns = round(size / self._model.copy_bytes_per_s * NS)

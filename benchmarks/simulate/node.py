@@ -19,6 +19,8 @@ from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.pace import Asked, Pace
+from kvprefetch.daemon.work.call_size import CallSize
+from kvprefetch.daemon.work.rates import Meter
 from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring.wire.records import FlagState
 
@@ -133,7 +135,7 @@ class Node:
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
-        self._pace = Pace()
+        self._pace, self._call_size, self._meter = Pace(), CallSize(), Meter("memory")
         self._flags = _Flags(changed)
         self._planner = Planner(
             model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
@@ -320,7 +322,8 @@ class Node:
         self._publish()
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
             while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
-                order = self._planner.next_order(lane)
+                most = self._call_size.blocks(self._block_bytes) if lane is Lane.MEMORY else None
+                order = self._planner.next_order(lane, most)
                 self._publish()
                 if order is None:
                     break
@@ -346,6 +349,9 @@ class Node:
     def _fetch(self, order: Order) -> None:
         self.counters.calls += 1
         self._in_flight[order.lane] += 1
+        began_ns = self._loop.now_ns
+        if order.lane is Lane.MEMORY:
+            self._meter.began(began_ns)
         disk = [self._contents.on_disk(digest) for digest in order.digests]
         for slot in order.slots:
             if slot in self._unloaded:
@@ -354,7 +360,7 @@ class Node:
         deadline = None
         if self._model.call_deadline_s:
             deadline = self._loop.after(ns(self._model.call_deadline_s), partial(self._overdue, order))
-        fetched = partial(self._fetched, order, deadline)
+        fetched = partial(self._fetched, order, deadline, began_ns)
         if self._model.turns and (size := disk.count(False) * self._block_bytes):
             self._reads[order.number] = self._pace.ask("memory", size, self._loop.now_ns)
             self._read(order.number, disk, fetched)
@@ -382,6 +388,8 @@ class Node:
         self.counters.overdue += 1
         self._stuck.add(order.number)
         self._in_flight[order.lane] -= 1
+        if order.lane is Lane.MEMORY:
+            self._meter.ended(self._loop.now_ns)
         self._planner.overdue(order.number, self._loop.now_ns)
         self._pump()
 
@@ -400,8 +408,8 @@ class Node:
             if count:
                 link.transfer(count * self._block_bytes, part_done)
 
-    def _fetched(self, order: Order, deadline: Event | None) -> None:
-        overdue = order.number in self._stuck
+    def _fetched(self, order: Order, deadline: Event | None, began_ns: int) -> None:
+        now, overdue = self._loop.now_ns, order.number in self._stuck
         self._stuck.discard(order.number)
         if not overdue:
             self._in_flight[order.lane] -= 1
@@ -419,7 +427,14 @@ class Node:
                     self._unloaded.add(slot)
             elif came:
                 self.counters.failed += 1
-        self._planner.fetched(order.number, results, self._loop.now_ns)
+        if order.lane is Lane.MEMORY:
+            size = sum(results) * self._block_bytes
+            if not overdue:
+                self._meter.ended(now)
+            self._meter.add(size)
+            if came:
+                self._call_size.brought(size, now - began_ns, self._meter.total(now))
+        self._planner.fetched(order.number, results, now)
         self._pump()
 
     def _freeze(self, until_ns: int) -> None:

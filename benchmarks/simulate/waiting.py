@@ -34,6 +34,7 @@ POLICIES: Mapping[str, Policy] = {
         Policy("no-prefetch", "as vLLM's own connector: looks up at the first visit, loads into allocated KV blocks",
                hints=False, direct=True),
         Policy("on-demand", "adaptive, but the hint is sent at the first scheduling visit", on_arrival=False),
+        Policy("on-demand-wait", "wait, but the hint is sent at the first scheduling visit", "wait", on_arrival=False),
         Policy("best_effort", "takes what is ready at the first visit", "best_effort"),
         Policy("timeout", "waits up to 5 s", "timeout"),
         Policy("wait", "waits for the fetch to end", "wait"),

@@ -77,6 +77,7 @@ class SimRequest:
     seen_ns: int = 0
     looked_up_ns: int = 0
     claimed_ns: int = 0
+    local_blocks: int = 0
     loaded_blocks: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
