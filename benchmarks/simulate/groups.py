@@ -49,7 +49,7 @@ class Wholes:
     def hint(self, key: Key, request: SimRequest, local_blocks: int) -> None:
         blocks, holds = range(local_blocks, request.blocks), self._planner.blocks.holds
         prompt = Prompt(self._groups, request.hashes, blocks, room=self._room, staged=holds)
-        self._planner.hint_whole(key, prompt, request.priority)
+        self._planner.hint_whole(key, prompt, request.priority, request.seen_ns)
 
     def looked_up(self, key: Key, request: SimRequest | None, on_disk: Callable[[bytes], bool] | None) -> int:
         """Take the store's answer for `request`, None for no answer; return the blocks of the chosen prefix."""

@@ -44,6 +44,8 @@ class NodeModel:
     """One look-up, on the only thread for them."""
     wasted_share: float = DaemonConfig.model_fields["wasted_share"].default
     """The planner's ceiling of waste; 1: none."""
+    knows_pace: bool = False
+    """The daemon has fetched over this link before."""
     turns: bool = True
     """Reads from memory begin one after the other, as the daemon's do over TCP."""
     message_s: float = 0.00005
@@ -135,7 +137,8 @@ class Node:
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
-        self._pace, self._call_size, self._meter = Pace(), CallSize(), Meter("memory")
+        self._pace = Pace()
+        self._sizes, self._meters = [CallSize() for _ in Lane], [Meter(lane.name) for lane in Lane]
         self._flags = _Flags(changed)
         self._planner = Planner(
             model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
@@ -156,6 +159,9 @@ class Node:
         self._direct: deque[Callable[[], None]] = deque()
         self._unloaded: set[int] = set()  # slots with a block that was fetched and not loaded since
         self.counters = NodeCounters()
+        if model.knows_pace:
+            second = round(model.memory.bytes_per_s)
+            self._sizes[Lane.MEMORY].brought(second, ns(1), (second, ns(1)))
         for start_s, length_s in model.freezes_s:
             loop.at(ns(start_s), partial(self._freeze, ns(start_s + length_s)))
 
@@ -254,7 +260,7 @@ class Node:
         request.seen_ns = self._loop.now_ns
         self._requests[key] = request
         if self._wholes is None:
-            self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority)
+            self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority, self._loop.now_ns)
         else:
             self._wholes.hint(key, request, local_blocks)
         self._look_ups.append(key)
@@ -279,6 +285,7 @@ class Node:
         if request is not None:
             request.looked_up_ns = self._loop.now_ns
             planned = self._planner.requests.get(key)
+            self._planner.block_ns = [each.ns_per_byte * self._block_bytes for each in self._sizes]
             if planned is not None and self._wholes is not None:
                 lies_on_disk = self._contents.on_disk if self._model.disk_threads else None
                 self._flags.of[key].found = self._wholes.looked_up(key, request if answered else None, lies_on_disk)
@@ -322,7 +329,7 @@ class Node:
         self._publish()
         for lane, threads in ((Lane.MEMORY, self._model.fetch_threads), (Lane.DISK, self._model.disk_threads)):
             while self._in_flight[lane] < threads and len(self._stuck) < MAX_STUCK and self._planner.wants(lane):
-                most = self._call_size.blocks(self._block_bytes) if lane is Lane.MEMORY else None
+                most = self._sizes[lane].blocks(self._block_bytes) if lane is Lane.MEMORY else None
                 order = self._planner.next_order(lane, most)
                 self._publish()
                 if order is None:
@@ -350,8 +357,7 @@ class Node:
         self.counters.calls += 1
         self._in_flight[order.lane] += 1
         began_ns = self._loop.now_ns
-        if order.lane is Lane.MEMORY:
-            self._meter.began(began_ns)
+        self._meters[order.lane].began(began_ns)
         disk = [self._contents.on_disk(digest) for digest in order.digests]
         for slot in order.slots:
             if slot in self._unloaded:
@@ -388,8 +394,7 @@ class Node:
         self.counters.overdue += 1
         self._stuck.add(order.number)
         self._in_flight[order.lane] -= 1
-        if order.lane is Lane.MEMORY:
-            self._meter.ended(self._loop.now_ns)
+        self._meters[order.lane].ended(self._loop.now_ns)
         self._planner.overdue(order.number, self._loop.now_ns)
         self._pump()
 
@@ -427,13 +432,12 @@ class Node:
                     self._unloaded.add(slot)
             elif came:
                 self.counters.failed += 1
-        if order.lane is Lane.MEMORY:
-            size = sum(results) * self._block_bytes
-            if not overdue:
-                self._meter.ended(now)
-            self._meter.add(size)
-            if came:
-                self._call_size.brought(size, now - began_ns, self._meter.total(now))
+        size, meter = sum(results) * self._block_bytes, self._meters[order.lane]
+        if not overdue:
+            meter.ended(now)
+        meter.add(size)
+        if came:
+            self._sizes[order.lane].brought(size, now - began_ns, meter.total(now))
         self._planner.fetched(order.number, results, now)
         self._pump()
 

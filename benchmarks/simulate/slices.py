@@ -1,7 +1,8 @@
 """Slices of the agents' trace as `make bench-serve` serves them, simulated: `python -m benchmarks.simulate.slices`.
 
 The judge of wait policies.  Each slice begins, as the benchmark does, with long prompts that the store lacks.  Under
-"max(W, F)" is the mean if each request only waited for the later of its place and its KV, sent as requests arrive.
+"max(W, F)" is the mean if each request only waited for the later of its place and its KV: the blocks that it lacked at
+its arrival, each sent once, as requests arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.serve import trace
@@ -66,6 +67,7 @@ class Point:
     load: float
     costs: str = "published"
     slower: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Outcome:
     """One policy's run of one point, the warm-up left out; times in s."""
 
     ttft_s: list[float]
-    loaded_blocks: list[int]
+    lacked: list[list[bytes]]
+    """Digests of the blocks that the store had and the engine did not, when the request arrived."""
     arrival_s: list[float]
     recomputed: int
     """Blocks that the store had, and the engine computed."""
@@ -140,6 +143,7 @@ def scenario(some: trace.Slice, point: Point) -> Scenario:
         chunk_blocks=64,
         fetch_threads=2,
         disk_threads=0,
+        knows_pace=True,
         memory=store,
         disk=store,
         look_up_s=0.0008,
@@ -159,7 +163,7 @@ def run(some: trace.Slice, point: Point, policy: str) -> Outcome:
 def outcome(result: Result, asked: Sequence[SimRequest]) -> Outcome:
     return Outcome(
         [(each.first_token_ns - each.arrival_ns) / NS for each in asked],
-        [each.loaded_blocks for each in asked],
+        [[each.digest(block) for block in range(each.hinted_local, each.found)] for each in asked],
         [each.arrival_ns / NS for each in asked],
         sum(max(0, each.found - each.local_blocks - each.loaded_blocks) for each in asked),
         result.wasted_share,
@@ -167,13 +171,16 @@ def outcome(result: Result, asked: Sequence[SimRequest]) -> Outcome:
 
 
 def least_s(local: Outcome, loaded: Outcome, bytes_per_s: float) -> float:
-    """The mean of max(W, F): W as with all KV local, F what `loaded` fetched, sent in the order of arrival."""
-    sent, total = 0.0, 0.0
+    """The mean of max(W, F): W as with all KV local, F for what requests lacked in the run `loaded`."""
+    came: dict[bytes, float] = {}
+    sent = total = 0.0
     compute = min(local.ttft_s)
-    for arrival, ttft, blocks in zip(local.arrival_s, local.ttft_s, loaded.loaded_blocks, strict=True):
-        if blocks:
-            sent = max(sent, arrival) + blocks * BLOCK_BYTES / bytes_per_s
-        total += max(ttft, sent - arrival + compute) if blocks else ttft
+    for arrival, ttft, lacked in zip(local.arrival_s, local.ttft_s, loaded.lacked, strict=True):
+        for digest in lacked:
+            if digest not in came:
+                sent = came[digest] = max(sent, arrival) + BLOCK_BYTES / bytes_per_s
+        fetched = max((came[digest] for digest in lacked), default=0.0)
+        total += max(ttft, fetched - arrival + compute) if fetched > arrival else ttft
     return total / len(local.ttft_s)
 
 
@@ -194,10 +201,10 @@ def table(points: Sequence[Point], found: Mapping[tuple[Point, str], Outcome], c
     def line(label: str, cells: Mapping[str, str]) -> str:
         return f"{label:22}" + "".join(f"{cells.get(name, ''):>16}" for name in names)
 
-    lines = [line("minute, load", {name: name for name in names})]
+    lines = [line("seed, minute, load", {name: name for name in names})]
     for point in points:
         cells = {name: f"{1e3 * means[point, name]:.1f} ms" for name in names}
-        lines.append(line(f"{point.minute:g}, {point.load:g}", cells))
+        lines.append(line(f"{point.seed}, {point.minute:g}, {point.load:g}", cells))
     for base in (BASE, LEAST):
         if base in names:
             ratios = {name: [means[point, name] / means[point, base] for point in points] for name in names}
@@ -216,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--costs", default="published", choices=COSTS)
     parser.add_argument("--slower", type=float, default=1.0, help="the link is so many times slower")
     parser.add_argument("--compare", default=",".join(DEFAULT), help=f"of {','.join(POLICIES)} (default %(default)s)")
+    parser.add_argument("--seeds", default="0", help="of the sessions' begins")
     parser.add_argument("--loads", default=",".join(map(str, LOADS)), help="shares of the capacity")
     parser.add_argument("--minutes", default=",".join(map(str, MINUTES)), help="of the trace, where a slice begins")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
@@ -228,24 +236,31 @@ def main(argv: list[str] | None = None) -> int:
     if not (options.data / where).is_dir():
         parser.error(f"no trace here: {options.data / where}: give its folder (--data)")
     points = [
-        Point(minute, load, options.costs, options.slower)
+        Point(minute, load, options.costs, options.slower, seed)
+        for seed in map(int, options.seeds.split(","))
         for minute in map(float, options.minutes.split(","))
         for load in map(float, options.loads.split(","))
     ]
-    calls = trace.agents(options.data / where)
-    slices = {
-        minute: trace.scaled(
-            calls, k=k, tokens_per_hash=tokens_per_hash, start_s=60 * minute, count=REQUESTS, longest=LONGEST
+    slices = {}
+    for seed, minute in {(point.seed, point.minute) for point in points}:
+        slices[seed, minute] = trace.scaled(
+            trace.agents(options.data / where, seed),
+            k=k,
+            tokens_per_hash=tokens_per_hash,
+            start_s=60 * minute,
+            count=REQUESTS,
+            longest=LONGEST,
         )
-        for minute in {point.minute for point in points}
-    }
-    tasks = [(slices[point.minute], point, policy) for point in points for policy in chosen]
+    tasks = [(slices[point.seed, point.minute], point, policy) for point in points for policy in chosen]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         outcomes = list(pool.map(run, *zip(*tasks, strict=True)))
     found = {(point, policy): each for (_, point, policy), each in zip(tasks, outcomes, strict=True)}
     print("\n".join(table(points, found, chosen)), flush=True)
     if options.json is not None:
-        written = [{**asdict(point), "policy": policy, **asdict(each)} for (point, policy), each in found.items()]
+        written = [
+            {**asdict(point), "policy": policy, **asdict(replace(each, lacked=[]))}
+            for (point, policy), each in found.items()
+        ]
         options.json.write_text(json.dumps(written) + "\n")
     return 0
 

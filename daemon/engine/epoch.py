@@ -174,10 +174,10 @@ class Epoch(EpochCalls):
         now = self._services.clock_ns()
         hashes, blocks = bytes(hint.hashes), range(hint.local_blocks, hint.blocks)
         if self.groups is None:
-            request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority)
+            request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority, hint.arrival_ns)
         else:
             prompt = Prompt(self.groups, hashes, blocks, room=self._room, staged=self.planner.blocks.holds)
-            request = self.planner.hint_whole(key, prompt, hint.priority)
+            request = self.planner.hint_whole(key, prompt, hint.priority, hint.arrival_ns)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.

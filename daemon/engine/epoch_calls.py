@@ -107,6 +107,7 @@ class EpochCalls(EpochParts):
         self._carry_on()
 
     def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
+        self.planner.block_ns = [each.ns_per_byte * self.memory.block_bytes for each in self._pools.sizes]
         for request, blocks, on_disk, unavailable, renewal, again in answers:
             if request.prompt is not None and not renewal:
                 choice = request.prompt.choose()
@@ -150,7 +151,7 @@ class EpochCalls(EpochParts):
         """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
         if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
-        most = self._pools.memory_size.blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
+        most = self._pools.sizes[lane].blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
         order = self.contain(self.planner.next_order, None, lane, most)
         self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
         self.contain(self._publish, None)
@@ -215,8 +216,7 @@ class EpochCalls(EpochParts):
         self._pools.link_share.loaded(good_bytes)
         meter = self._pools.rates.fetches[order.lane]
         meter.add(good_bytes)
-        if order.lane is Lane.MEMORY:
-            self._pools.memory_size.brought(good_bytes, duration_ns, meter.total(now))
+        self._pools.sizes[order.lane].brought(good_bytes, duration_ns, meter.total(now))
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int, asked_ns: int) -> None:

@@ -187,7 +187,7 @@ class LookUps:
         questions: list[Question] = []
         room = min(max(RENEWED_AT_ONCE, self._new_before), self._room)
         while self._renewing and room > 0:
-            (_, _, number), part, key = heapq.heappop(self._renewing)
+            (*_, number), part, key = heapq.heappop(self._renewing)
             heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
             request = self._requests.get(key)
             if request is not None and request.sequence == number and (blocks := _left(request, part)):

@@ -1,12 +1,14 @@
 """The planner: which blocks to fetch into which slots, for which request first. Pure: events in, fetch orders out.
 
-Orders go out by urgency: requests at the queue head first, then by scheduler priority, then by arrival.  Blocks in the
-store's memory and blocks on its disks have a lane each.  A block that several requests want is fetched once and pinned
-once per request (blocks.py).
+Orders go out by urgency: requests at the queue head first, then by scheduler priority, then by the time at which the
+request's fetch would begin in order of arrival, plus OVERTAKEN times its own length.  So a few blocks do not wait for a
+long prompt's, and later requests delay that by OVERTAKEN of its lengths at most.  Blocks in the store's memory and
+blocks on its disks have a lane each.  A block that several requests want is fetched once and pinned once per request
+(blocks.py).
 
 A request without room takes the room of the least urgent request, if that is less urgent than itself and unclaimed.
-That one then waits for room again, in its own place.  An urgency only rises, and only once, so two requests cannot go
-on taking from each other.
+That one then waits for room again, in its own place.  An urgency changes twice at most, when the request is looked up
+and when the scheduler asks for it, so two requests cannot go on taking from each other.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .runs import BlockState, Lane, Run
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 NONE = frozenset[int]()
 SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
+OVERTAKEN = 10  # of its own lengths: what a fetch may wait for those that come later
 WARM_SHARE = 4  # a warming takes a quarter of a call and of the slots at a time
 
 
@@ -53,26 +56,32 @@ class Planner:
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
+        self.block_ns = [0.0, 0.0]  # what a block takes in each lane, as measured; 0 while nothing is known
+        self._free_ns = 0  # when the fetches of all ranked requests would have ended
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def hint(self, key: Key, hashes: bytes, hash_bytes: int, local: int, priority: int) -> Request:
+    def hint(self, key: Key, hashes: bytes, hash_bytes: int, local: int, priority: int, arrived_ns: int = 0) -> Request:
         """A request arrived. This pins its blocks [local, issued), which are in staging or on their way.
 
         The caller looks up the digests [issued, blocks), then calls looked_up().
         """
         self._sequence += 1
-        request = Request(key, hashes, hash_bytes, local, priority, self._sequence, ready=local, issued=local)
+        request = Request(
+            key, hashes, hash_bytes, local, priority, self._sequence, arrived_ns, ready=local, issued=local
+        )
         self.requests[key] = self._numbers[request.sequence] = request
         self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
         self._queues.nearer()
         return request
 
-    def hint_whole(self, key: Key, prompt: Prompt, priority: int) -> Request:
+    def hint_whole(self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0) -> Request:
         """A request arrived whose blocks, all or none, `choose` names, once its prompt knows which there are."""
         self._sequence += 1
-        request = Request(key, b"", 1, 0, priority, self._sequence, prompt=prompt, none_of_them=prompt.local_blocks)
+        request = Request(
+            key, b"", 1, 0, priority, self._sequence, arrived_ns, prompt=prompt, none_of_them=prompt.local_blocks
+        )
         self.requests[key] = self._numbers[request.sequence] = request
         self._queues.arrived(request)
         return request
@@ -87,6 +96,7 @@ class Planner:
         request.hash_bytes, request.all_of_them = hash_bytes, count
         request.on_disk = on_disk if any(on_disk) else b""
         self._holdings.choose(request, hashes)
+        self._rank(request)
         self._holdings.advance(request)
         self._queues.nearer()
         if request.wants_work:
@@ -112,12 +122,30 @@ class Planner:
             self._holdings.pin_known(request, limit)
             if request.stopped:
                 request.limit = request.issued
+            self._rank(request)
         elif limit < request.limit:
             request.limit, request.failure = max(request.issued, limit), Failure("lease")
         self._holdings.advance(request)
         self._queues.nearer()
         if request.wants_work:
             self._queues.enter(request)
+
+    def _rank(self, request: Request) -> None:
+        """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later."""
+        if request.ranked or request.limit < 0:
+            return
+        request.ranked = True
+        if not self.fetch_waits:
+            self._free_ns = 0
+        disk = sum(request.on_disk[request.issued - request.local :])
+        memory = request.limit - request.issued - disk
+        fetch_ns = int(memory * self.block_ns[Lane.MEMORY] + disk * self.block_ns[Lane.DISK])
+        begin_ns = max(request.due_ns, self._free_ns)
+        self._free_ns = begin_ns + fetch_ns
+        request.due_ns = begin_ns + OVERTAKEN * fetch_ns
+        self._queues.arrived(request)
+        if request.sequence in self.blocks.sole:
+            self.blocks.sole_changed.add(request.sequence)
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request while it was pending."""

@@ -175,7 +175,7 @@ class Promotions:
         """Return the most urgent request with blocks to promote."""
         while self._queue:
             entry = self._queue[0]
-            holder = self._numbers.get(entry[2])
+            holder = self._numbers.get(entry[-1])
             if holder is not None and holder.queued == entry:
                 if not holder.settled and holder.next < holder.stop:
                     return holder
@@ -197,7 +197,7 @@ class Promotions:
         aside: list[Holder] = []
         while self._victims and not self._free and len(aside) < MAX_TRIES:
             entry = self._victims[0]
-            holder = self._numbers.get(-entry[2])
+            holder = self._numbers.get(-entry[-1])
             if holder is not None and holder.listed == entry and holder.request.urgency <= urgency:
                 break
             heapq.heappop(self._victims)

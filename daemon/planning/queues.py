@@ -21,13 +21,13 @@ def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> Non
     """Push the entry. Once entries of requests outside `live` (by number) may fill most of the heap, drop them."""
     heapq.heappush(heap, entry)
     if len(heap) > 4 * len(live) + 64:
-        heap[:] = sorted({each for each in heap if abs(each[2]) in live})
+        heap[:] = sorted({each for each in heap if abs(each[-1]) in live})
 
 
 def negated(urgency: Urgency) -> Urgency:
     """Turn the order around: the smallest is the least urgent."""
-    asked, priority, sequence = urgency
-    return -asked, -priority, -sequence
+    asked, priority, due_ns, sequence = urgency
+    return -asked, -priority, -due_ns, -sequence
 
 
 class Stop(enum.Enum):
@@ -61,7 +61,7 @@ class Queues:
         """Return the most urgent request that wants work of this lane."""
         heap = self._heaps[lane]
         while heap:
-            request = self._numbers.get(heap[0][2])
+            request = self._numbers.get(heap[0][-1])
             if request is not None and request.lane is lane and request.wants_work and request.urgency == heap[0]:
                 return request
             heapq.heappop(heap)
@@ -73,8 +73,8 @@ class Queues:
     def is_near(self, request: Request) -> bool:
         """Whether the scheduler asked for this request, or it is the first of the others that has or may get blocks."""
         while not request.asked and self._arrived:
-            first = self._numbers.get(self._arrived[0][2])
-            if first is not None and not first.asked and (first.held or not first.final):
+            first = self._numbers.get(self._arrived[0][-1])
+            if first is not None and first.urgency == self._arrived[0] and (first.held or not first.final):
                 return first is request
             heapq.heappop(self._arrived)
         return True
@@ -131,7 +131,7 @@ class Victims:
         found = None
         while self._heap and found is None and len(aside) < MAX_TRIES:
             entry = self._heap[0]
-            victim = self._numbers.get(-entry[2])
+            victim = self._numbers.get(-entry[-1])
             if victim is None or negated(victim.urgency) != entry or victim.sequence not in self._blocks.sole:
                 heapq.heappop(self._heap)
                 continue

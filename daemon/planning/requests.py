@@ -12,7 +12,8 @@ from ...kv.prompts import Prompt
 from .runs import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)
-Urgency = tuple[int, int, int]  # (0 if asked for, else 1; priority; number of the request): the smallest goes first
+# (0 if asked for, else 1; priority; `due_ns`; number of the request): the smallest goes first.
+Urgency = tuple[int, int, int, int]
 
 
 class FlagPort(Protocol):
@@ -49,6 +50,7 @@ class Request:
     local: int
     priority: int
     sequence: int
+    due_ns: int = 0  # its arrival; once `ranked`, its place in the order of fetches
     limit: int = -1  # -1 until looked up
     ready: int = 0
     issued: int = 0
@@ -65,6 +67,7 @@ class Request:
     first_byte_ns: int = 0
     last_byte_ns: int = 0
     stopped: bool = False  # the engine recomputes what was not under way
+    ranked: bool = False
     prompt: Prompt | None = None
     none_of_them: int = 0
     all_of_them: int = 0
@@ -99,7 +102,7 @@ class Request:
 
     @property
     def urgency(self) -> Urgency:
-        return (0 if self.asked else 1, self.priority, self.sequence)
+        return (0 if self.asked else 1, self.priority, self.due_ns, self.sequence)
 
     @property
     def wants_work(self) -> bool:

@@ -186,7 +186,7 @@ class Pool:
 class Pools:
     """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
-    `limits`: how many fetches of each lane to have in flight; `memory_size`: how large one from memory is.
+    `limits`: how many fetches of each lane to have in flight; `sizes`: how fast they are, and how large.
     `link_share`: when a put may start beside them.  `rates`: how fast both were.
     """
 
@@ -207,7 +207,7 @@ class Pools:
             kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in Kind
         }
         self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
-        self.memory_size = CallSize()
+        self.sizes = tuple(CallSize() for _ in Lane)
         self.link_share = LinkShare()
 
     def start(self, call: Call) -> None:

@@ -50,11 +50,11 @@ def test_the_time_of_one_request_alone(policy: str, output_tokens: int, first_to
 
 
 def test_one_loaded_request_takes_the_sum_of_its_parts() -> None:
-    """Hint, look-up, four calls of two blocks and one of one, the copy, and a step with 10 tokens."""
+    """Hint, look-up, a call of two blocks, seven of one as that took 25 ms, the copy, and a step with 10 tokens."""
     result = run("wait", [(100, 9, 1)], [0.0])
-    fetch = 5 * 0.005 + 9 * 0.01
+    fetch = 8 * 0.005 + 9 * 0.01
     assert ttft(result) == [pytest.approx(0.0001 + 0.002 + fetch + 0.009 + 0.010 + 0.010, abs=1e-6)]
-    assert (result.node.calls, result.node.fetched, result.node.loaded_first) == (5, 9, 9)
+    assert (result.node.calls, result.node.fetched, result.node.loaded_first) == (8, 9, 9)
     assert result.hidden_fraction == pytest.approx(0.0, abs=0.01)  # nothing to hide behind
 
 
@@ -138,7 +138,7 @@ def test_a_stopped_fetch_does_not_wait_for_calls_that_have_not_begun(monkeypatch
     assert dropping.node.dropped > 400 > waiting.node.dropped == 0
     assert dropping.node.failed == waiting.node.failed == 0
     assert dropping.ttft_s(0.5) < 0.95 * waiting.ttft_s(0.5)
-    assert dropping.wasted_share < 0.04
+    assert dropping.wasted_share < 0.05
 
 
 @pytest.mark.parametrize("policy", ["wait", "best_effort"])

@@ -40,15 +40,17 @@ def test_the_store_has_from_the_start_what_any_request_of_the_slice_finds() -> N
 def test_every_request_is_served_and_the_warm_up_does_not_count() -> None:
     outcome = run(SLICE, Point(0.0, 0.5), "wait")
     assert len(outcome.ttft_s) == 2
-    assert (outcome.loaded_blocks, outcome.recomputed) == ([3, 0], 0)
+    assert ([len(each) for each in outcome.lacked], outcome.recomputed) == ([3, 0], 0)
     assert run(SLICE, Point(0.0, 0.5), "recompute").recomputed == 3
 
 
 def test_the_bound_is_the_later_of_place_and_fetch() -> None:
-    """Two fetches of 0.1 s, one after the other; the third request loads nothing, the last one waits for its place."""
-    local = Outcome([0.01, 0.01, 0.02, 0.5], [0] * 4, [0.0, 0.0, 0.0, 0.1], 0, 0.0)
-    loaded = Outcome([1.0] * 4, [1, 1, 0, 1], [0.0, 0.0, 0.0, 0.1], 0, 0.0)
-    assert least_s(local, loaded, 10 * BLOCK_BYTES) == pytest.approx((0.11 + 0.21 + 0.02 + 0.5) / 4)
+    """A block each 0.1 s, once, in order of arrival; the third request lacks nothing, the last waits for a place."""
+    lacked = [[b"a"], [b"a", b"b"], [], [b"b"], [b"c"]]
+    arrivals = [0.0, 0.0, 0.0, 0.1, 0.1]
+    local = Outcome([0.01, 0.01, 0.02, 0.01, 0.5], [[]] * 5, arrivals, 0, 0.0)
+    loaded = Outcome([1.0] * 5, lacked, arrivals, 0, 0.0)
+    assert least_s(local, loaded, 10 * BLOCK_BYTES) == pytest.approx((0.11 + 0.21 + 0.02 + 0.11 + 0.5) / 5)
 
 
 def test_ratios_are_averaged_so_that_their_inverses_cancel() -> None:

@@ -36,7 +36,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.limits, self.memory_size = (ConcurrencyLimit(4), ConcurrencyLimit(4)), CallSize()
+        self.limits, self.sizes = (ConcurrencyLimit(4), ConcurrencyLimit(4)), (CallSize(), CallSize())
         self.link_share, self.rates = LinkShare(), Rates()
         self.room = True
 

@@ -106,6 +106,24 @@ def test_after_a_slow_fetch_the_next_one_from_memory_is_smaller_and_one_from_a_d
     assert setup.epoch.gauges()["leases"] == left
 
 
+def test_few_blocks_are_fetched_before_many_once_the_pace_is_known(setup: Setup) -> None:
+    """A fetch of 2 s for one block: the eight that came first would take 16 s."""
+    meter = setup.pools.rates.fetches[Lane.MEMORY]
+    setup.want((0, 1), "z")
+    setup.start()
+    meter.began(setup.now)
+    setup.now += 2 * SECOND_NS
+    meter.ended(setup.now)
+    setup.pools.end([OK])
+    for flag, names in enumerate(("abcdefgh", "i"), 1):
+        setup.hint([digest(name) for name in names], key=(flag, 1))
+    setup.epoch.drain(8)
+    setup.pools.end([Found(b"\1", b"\0")])  # for the first one, whose look-up was out
+    setup.pools.end([Found(b"\1" * 8, b"\0" * 8), Found(b"\1", b"\0")])
+    run: Any = setup.start().run
+    assert run.args[2][0][0] == digest("i")
+
+
 @pytest.mark.parametrize("too_late", [False, True])
 def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool) -> None:
     """They fail nothing and are no misses; one that begins as it is dropped brings its blocks for the engine."""

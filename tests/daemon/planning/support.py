@@ -100,9 +100,9 @@ def whole(names: Sequence[str]) -> Prompt:
     return Prompt(groups, digests(*names), range(len(names)), room=99, staged=lambda _: False)
 
 
-def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0) -> Key:
+def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0, at_ns: int = 0) -> Key:
     key = (number, 1)
-    planner.hint(key, digests(*names), 8, local, priority)
+    planner.hint(key, digests(*names), 8, local, priority, at_ns)
     return key
 
 

@@ -74,7 +74,9 @@ class History:
                 self.number += 1
                 names = some_prompt(chance)
                 local = chance.choice([0, 0, chance.randrange(len(names))])
-                key = hint(planner, self.number, *names, local=local, priority=chance.randint(0, 2))
+                planner.block_ns = chance.choice([[0.0, 0.0], [1.0, 1.0], [3.0, 50.0]])
+                at_ns = 5 * self.number + chance.randint(-9, 9)
+                key = hint(planner, self.number, *names, local=local, priority=chance.randint(0, 2), at_ns=at_ns)
                 live[key] = names
                 disk = bytes(chance.choices([0, 1], k=len(names) - local)) if chance.random() < 0.3 else b""
                 planner.looked_up(key, chance.choice([len(names), chance.randint(local, len(names))]), disk)

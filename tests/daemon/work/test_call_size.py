@@ -34,7 +34,7 @@ def test_a_call_is_as_large_as_it_may_until_one_brought_something() -> None:
     assert size.blocks(BLOCK) == CHUNK // 2, "the time of what failed does not count"
 
 
-@pytest.mark.parametrize(("ns_per_byte", "blocks"), [(0.8, 64), (8, 64), (80, 9), (800, 1)])
+@pytest.mark.parametrize(("ns_per_byte", "blocks"), [(0.8, 64), (8, 28), (80, 2), (800, 1)])
 def test_a_call_takes_no_longer_than_it_may_unless_it_has_one_block(ns_per_byte: float, blocks: int) -> None:
     found, took = ends_at(ns_per_byte, MS, 2)
     assert found == blocks
@@ -64,13 +64,27 @@ def test_small_calls_do_not_make_a_fast_link_slow() -> None:
     for call in range(1, 50):
         size.brought(BLOCK, 2 * MS, (call * BLOCK, 2 * call * MS))
     assert size.blocks(BLOCK) is None
-    size.brought(CHUNK * BLOCK, CALL_NS, (113 * BLOCK, 98 * MS + CALL_NS))
+    size.brought(CHUNK * BLOCK, 2 * CALL_NS, (113 * BLOCK, 98 * MS + 2 * CALL_NS))
     before = size.blocks(BLOCK)
-    size.brought(BLOCK, 2 * MS, (114 * BLOCK, 100 * MS + CALL_NS))
+    size.brought(BLOCK, 2 * MS, (114 * BLOCK, 100 * MS + 2 * CALL_NS))
     assert size.blocks(BLOCK) == before
 
 
 def test_the_time_of_another_call_that_hangs_is_not_this_one_s() -> None:
     size = CallSize()
-    size.brought(CHUNK * BLOCK, CALL_NS, (CHUNK * BLOCK, 100 * CALL_NS))
-    assert size.blocks(BLOCK) == CHUNK
+    size.brought(CHUNK * BLOCK, 2 * CALL_NS, (CHUNK * BLOCK, 100 * CALL_NS))
+    assert size.blocks(BLOCK) == CHUNK // 2
+
+
+def test_the_pace_that_requests_are_put_in_order_by_moves_only_when_it_is_half_or_twice_as_much() -> None:
+    """Otherwise an equal request that comes later might overtake."""
+    size, moved, now, seen = CallSize(), 0, 0, list[float]()
+    for ns_per_byte in (0.0, 10.0, 15.0, 7.0, 30.0, 4.0):
+        for _ in range(800 if ns_per_byte else 0):
+            took = int(4 * BLOCK * ns_per_byte)  # short calls, which leave the size as it is
+            moved, now = moved + 4 * BLOCK, now + took
+            size.brought(4 * BLOCK, took, (moved, now))
+        seen.append(round(size.ns_per_byte, 2))
+    assert seen[:4] == [0.0, 10.0, 10.0, 10.0]
+    assert 20 <= seen[4] <= 30
+    assert 4 <= seen[5] <= 15
