@@ -152,7 +152,7 @@ class Claims:
             self.drop(state, session)
             return False
         self.dropped.pop(state.request.request_id, None)
-        state.hint(handle)
+        state.hint(handle, now_ns)
         return True
 
     def send_dropped(self, session: SchedulerSession, local_blocks: Callable[[Any], int]) -> None:
@@ -185,7 +185,8 @@ class Claims:
         local, block_tokens = handle.local_blocks, self._geometry.block_tokens
         if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
             return False
-        return handle.look().state == HINTED
+        flag = handle.look()
+        return flag.state == HINTED and flag.count <= wait.ready  # more blocks say how fast the link is
 
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
@@ -238,6 +239,8 @@ class Claims:
         if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
             limit = min(found, limit)
         ready = max(visit.start, flag.count)
+        if handle is not None and not wait.counts:
+            wait.hinted = state.hinted_ns, max(0, flag.count - handle.local_blocks)
         verdict = self._policy.verdict(
             wait, ready, limit, visit.now_ns, load=visit.load, first=not self._pending_before
         )
@@ -323,8 +326,8 @@ class Claims:
         """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
         handle, wait, geometry, groups = state.handle, state.wait, self._geometry, self._geometry.groups
         assert handle is not None
-        if wait is not None and wait.counts:
-            self._policy.fetches.saw(wait, max(visit.start, flag.count), visit.now_ns)
+        if wait is not None:
+            self._policy.saw(wait, max(visit.start, flag.count), visit.now_ns)
         dropped = 1 if geometry.drop_last else 0
         stop = flag.count - dropped
         if groups is not None and flag.state != READY:

@@ -44,6 +44,7 @@ class RequestState:
     prefill_tokens: int
     usable: int
     handle: Handle | None = None
+    hinted_ns: int = 0
     answer: Answer | None = None
     wait: Wait | None = None
     settled: bool = False
@@ -62,12 +63,14 @@ class RequestState:
     # Its KV may come from other weights or from blocks that nobody filled: never saved.
     tainted: bool = False
 
-    def __init__(self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None) -> None:
-        """A request of so many tokens has arrived; `handle`: of its hint."""
+    def __init__(
+        self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None, hinted_ns: int = 0
+    ) -> None:
+        """A request of so many tokens has arrived; `handle`: of its hint, sent then."""
         self.request, self.loadable, self.preemptions = request, loadable, request.num_preemptions
         self.prefill_tokens, self.usable = tokens, usable
         if handle is not None:
-            self.handle = handle
+            self.handle, self.hinted_ns = handle, hinted_ns
         elif loadable and brought(request):
             self.loadable, self.brought = False, True
 
@@ -85,10 +88,10 @@ class RequestState:
 
     # --- queued and answered ----------------------------------------------------------------------------------------
 
-    def hint(self, handle: Handle) -> None:
+    def hint(self, handle: Handle, now_ns: int) -> None:
         """A hint was sent."""
         assert self.handle is None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
-        self.handle = handle
+        self.handle, self.hinted_ns = handle, now_ns
 
     def count_late_hint(self, count: int) -> None:
         """A hint was sent at a visit (1), or does not count because local blocks were evicted (-1)."""

@@ -90,6 +90,7 @@ class SchedulerSide:
         tokens, hashes = request.num_prompt_tokens, len(request.block_hashes)
         handle: Handle | None = None
         full: SchedulerSession | None = None  # that has no room for the hint
+        now = 0
         loadable = geometry.loads and not request.skip_reading_prefix_cache
         usable = min((tokens - claims.last_tokens) // geometry.block_tokens, hashes // geometry.hashes_per_block)
         if loadable and self._hinting and not (request.kv_transfer_params and brought(request)):
@@ -103,7 +104,7 @@ class SchedulerSide:
                         full = session
             except SegmentCorrupt as error:
                 self.detach(error)
-        self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle)
+        self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle, now)
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0

@@ -5,19 +5,19 @@ overlapping steps (async scheduling, pipeline stages).  The cost of a token is f
 of a step without prefill: short prefills have a fixed cost that says little about tokens, and weigh little.
 
 A step that also loads is longer by the load.  Where everything is loaded, there is no other: such steps count until a
-prefill without a load was measured.
+prefill without a load was measured.  Too high a cost makes a request wait too long for what does not come, once: then
+it computes a prefill.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
-# Assumed until a prefill was measured: 10,000 tokens per second. It weighs as much as one prefill of so many tokens
-# with a load, since noise can hide a few tokens.
-UNMEASURED_PREFILL_NS = 100_000.0
-_ASSUMED_TOKENS = 32
-# Weight of the newest step in the moving averages of durations.
+# Noise can hide a few tokens: a fit counts once it weighs as much as a prefill of so many in one go.
+_LEAST_TOKENS = 32
+# Weight of the newest step in the moving average of durations.
 _NEWEST = 0.1
 # The fit forgets: half of it is younger than about this many prefill tokens in one go, squared.
 _MEMORY_TOKENS2 = 8192.0**2
@@ -34,7 +34,7 @@ class _PrefillCost:
     @property
     def token_ns(self) -> float:
         """Per token; 0 when not measured."""
-        return self._xy / self._xx if self._xx else 0.0
+        return self._xy / self._xx if self._xx >= _LEAST_TOKENS**2 else 0.0
 
     def add(self, tokens: int, added_ns: float) -> None:
         x = float(tokens)
@@ -52,7 +52,7 @@ class _Step(NamedTuple):
 
 
 class StepTimes:
-    """One engine's steps. `step_ns` is the average duration of a step that executed something, 0 before the first.
+    """One engine's steps. `decode_ns` is the average duration of a step that only decodes, 0 before the first.
 
     The caller counts a step that need not be measured in `begun` itself. Of the next `skip` ends it calls `ended` for
     none, and counts `skip` down instead: a call less in nearly every step.
@@ -60,14 +60,12 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.begun = self.skip = 0
-        self.step_ns = 0.0
+        self.decode_ns = 0.0
         self._passed = 0  # if all of `skip` were called
         self._last = 0
-        self._decode_ns = 0.0
         self._flying: deque[_Step] = deque()  # those that are measured
         self._ended_ns = 0
         self._prefill, self._prefill_and_load = _PrefillCost(), _PrefillCost()
-        self._prefill_and_load.add(_ASSUMED_TOKENS, _ASSUMED_TOKENS * UNMEASURED_PREFILL_NS)
 
     @property
     def passed(self) -> int:
@@ -95,13 +93,12 @@ class StepTimes:
         if step is None or not step.executed:
             return
         duration = float(now_ns - max(step.began_ns, ended_ns))
-        if step.typical:
-            self.step_ns = _average(self.step_ns, duration)
-            if step.prefill_tokens == 0:
-                self._decode_ns = _average(self._decode_ns, duration)
         if step.prefill_tokens:
             cost = self._prefill if step.typical else self._prefill_and_load
-            cost.add(step.prefill_tokens, duration - self._decode_ns)
+            cost.add(step.prefill_tokens, duration - self.decode_ns)
+        elif step.typical:
+            old = self.decode_ns
+            self.decode_ns = duration if old == 0.0 else old + _NEWEST * (duration - old)
 
     def skip_to(self, last: int) -> None:
         """`ended` is to be called for the end of step number `last`, and before it for each end that is measured."""
@@ -113,9 +110,6 @@ class StepTimes:
         self._passed = passed + self.skip
 
     def prefill_ns(self, tokens: int) -> float:
-        """Time that computing so many more tokens takes, with batches as they have been lately."""
-        return tokens * (self._prefill.token_ns or self._prefill_and_load.token_ns)
-
-
-def _average(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _NEWEST * (new - old)
+        """Time that computing so many more tokens takes, with batches as they have been lately; inf when not known."""
+        token_ns = self._prefill.token_ns or self._prefill_and_load.token_ns
+        return tokens * token_ns if token_ns else math.inf

@@ -69,15 +69,12 @@ class Client:
         self.hinted[request.key] = request
         return True
 
-    def match(self, request: SimRequest, start: int, *, occupied: float, visited_ns: int) -> int | None:
+    def match(self, request: SimRequest, start: int, *, occupied: float) -> int | None:
         """Claim and count the blocks that can be loaded after `start` local ones; None if that is not known yet.
 
-        `occupied`: running requests, as a share of the most that may run.  `visited_ns`: the last time before now at
-        which a real engine would have visited all waiting requests.
+        `occupied`: running requests, as a share of the most that may run.
         """
         self._unmeasured = 0
-        if request.wait is not None:
-            request.wait.visited_ns = max(request.wait.visited_ns, visited_ns)
         if self._policy.direct:
             return self._match_directly(request, start)
         if self._policy.local or not self._policy.hints or request.settled or start >= request.blocks:
@@ -101,6 +98,7 @@ class Client:
         limit = min(flag.found, request.blocks) if flag.found else request.blocks
         first = self._first()
         ahead = first is not None and (first.priority, first.index) < (request.priority, request.index)
+        wait.hinted = request.seen_ns, max(0, flag.count - request.hinted_local)
         verdict = self._waits.verdict(wait, ready, limit, now, load=occupied, first=not ahead)
         if verdict is Verdict.STOP:
             verdict = self._stop(request, start, flag)
@@ -144,7 +142,7 @@ class Client:
     def _take(self, request: SimRequest, flag: Flag, start: int) -> int:
         """Claim the published blocks, or settle on recomputing."""
         if request.wait is not None:
-            self._waits.fetches.saw(request.wait, max(start, flag.count), self._loop.now_ns)
+            self._waits.saw(request.wait, max(start, flag.count), self._loop.now_ns)
         if flag.count <= start:
             self.finished(request)
             return 0
@@ -161,8 +159,6 @@ class Client:
         if request.late_hints >= MAX_LATE_HINTS or not self._hint(request, start):
             return False
         request.late_hints += 1
-        assert request.wait is not None
-        request.wait.refetched(start)
         return True
 
     def step_ran(self, step_ns: int, count: int, prefill_tokens: int, loading: bool) -> None:

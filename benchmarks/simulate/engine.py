@@ -92,9 +92,6 @@ class Engine:
         self._idle = True
         self._full = False  # the last pass found no KV blocks
         self._unfinished = 0
-        self._through = True  # the last pass visited all waiting requests
-        self._visited_ns = 0  # of the last such pass of an engine that runs each step alone
-        self._pause_ns = 0  # between the last two passes
         self._next_pass_ns = 0  # of an idle engine with requests
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -162,8 +159,6 @@ class Engine:
             if request.state != "ended":
                 self._end(request, "aborted")
         self._aborting.clear()
-        if self._through:
-            self._visited_ns = self._loop.now_ns - self._pause_ns
         model = self._model
         budget = model.max_num_batched_tokens - self._decoding_count
         extra_ns = 0
@@ -187,9 +182,8 @@ class Engine:
             self._prefilling.append(request)
             budget -= self._prefill(request, budget)
         prefill_tokens = model.max_num_batched_tokens - self._decoding_count - budget
-        self._through = budget > 0 and self._running < model.max_num_seqs and not self._full
         if not self._running:
-            self._idle, self._pause_ns = True, ns(model.idle_poll_s)
+            self._idle = True
             if self._unfinished:  # vLLM sleeps a moment after a step that executed nothing
                 self._next_pass_ns = self._loop.now_ns + ns(model.idle_poll_s)
             return
@@ -199,7 +193,7 @@ class Engine:
         if not self._prefilling and not self._loaded and self.blocked():
             count = self._first_finish() - self._steps
         self._step_start_ns, self._step_ns, self._step_count = self._loop.now_ns, max(1, once_ns), count
-        self._step_prefill, self._pause_ns = prefill_tokens, self._step_ns
+        self._step_prefill = prefill_tokens
         self._step = self._loop.after(self._step_ns * count, self._step_end)
 
     def blocked(self) -> bool:
@@ -228,7 +222,7 @@ class Engine:
                 continue
             local = self._local(request)
             occupied = self._running / self._model.max_num_seqs
-            loadable = self.client.match(request, local, occupied=occupied, visited_ns=self._visited_ns)
+            loadable = self.client.match(request, local, occupied=occupied)
             if loadable is None:
                 heapq.heappop(self._visits)
                 request.visible = False

@@ -1,4 +1,4 @@
-"""The adaptive policy in simulated worlds: never much later than recomputing, as soon as waiting where that pays."""
+"""The adaptive policy in simulated worlds: it waits where that pays, and stops a fetch that recomputing overtakes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvprefetch.connector.policy import (
     IDLE_VISIT_NS,
-    RISK,
+    SILENCE,
+    STOP_FACTOR,
     WAIT_BOUND_NS,
     Policy,
     Verdict,
@@ -85,11 +86,7 @@ def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_poli
         ready = world.ready(at)
         limit = world.blocks if world.found is None else world.found
         over = ends is not None and ready >= ends  # READY: nothing is left to decide
-        if over:
-            policy.fetches.saw(wait, ready, begun + at)
-            verdict = Verdict.TAKE
-        else:
-            verdict = policy.verdict(wait, ready, limit, begun + at, load=BUSY if busy else 0.0)
+        verdict = Verdict.TAKE if over else policy.verdict(wait, ready, limit, begun + at, load=BUSY if busy else 0.0)
         if verdict is Verdict.STOP:
             wait.stopped, ends = True, world.under_way(at)
         elif verdict is not Verdict.WAIT:
@@ -97,41 +94,22 @@ def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_poli
         at += world.visit_ns
 
 
-def steady(
-    token_ns: float, visit_ns: int, blocks: int, latency_ns: int, block_ns: float, chunk: int, found: int
-) -> World:
-    arrivals = [
-        (round(latency_ns + min(done, found) * block_ns), min(done, found))
-        for done in range(chunk, found + chunk, chunk)
-    ]
-    return World(token_ns, visit_ns, blocks, arrivals, found)
+def steady(token_ns: float, visit_ns: int, block_ns: float, chunk: int, calls: int) -> World:
+    """A prompt that the store has, in so many calls of `chunk` blocks."""
+    arrivals = [(round(done * chunk * block_ns), done * chunk) for done in range(1, calls + 1)]
+    return World(token_ns, visit_ns, chunk * calls, arrivals, chunk * calls)
 
 
 simulated = settings(deadline=None, max_examples=100)
 token_prices = st.floats(2_000, 1_000_000)  # 1,000 to 500,000 tokens per second
 visits = st.integers(1 * MS, 200 * MS)
 busyness = st.booleans()
-wait_policies: st.SearchStrategy[Policy] = st.sampled_from(["adaptive", "wait"])
-
-
-@st.composite
-def steady_worlds(draw: st.DrawFn, *, busy: bool) -> World:
-    blocks = draw(st.integers(1, 512))
-    return steady(
-        draw(token_prices),
-        draw(visits) if busy else int(IDLE_VISIT_NS),
-        blocks,
-        draw(st.integers(0, 500 * MS)),
-        draw(st.floats(1_000, 50 * MS)),
-        draw(st.integers(1, 128)),
-        draw(st.integers(1, blocks)),
-    )
 
 
 @simulated
 @given(st.data(), busyness)
 def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st.DataObject, busy: bool) -> None:
-    """Any arrivals, also none: at most (1 + RISK) times the price and one visit; twice where fetches are known."""
+    """Any arrivals, also none.  Until the stop as long as SILENCE allows, and STOP_FACTOR times that afterwards."""
     blocks = data.draw(st.integers(1, 300))
     gaps = data.draw(st.lists(st.tuples(st.integers(0, 2 * SEC), st.integers(1, 60)), max_size=30))
     at = ready = 0
@@ -142,265 +120,148 @@ def test_it_is_never_much_later_than_recomputing_whatever_the_blocks_do(data: st
     visit = data.draw(visits) if busy else int(IDLE_VISIT_NS)
     found = data.draw(st.sampled_from([None, max(ready, 1), blocks]))
     world = World(data.draw(token_prices), visit, blocks, arrivals, found)
-    policy = policy_for(world, busy=busy)
-    begun = 100 * SEC
-    others = data.draw(st.lists(st.tuples(steady_worlds(busy=busy), wait_policies), max_size=3))
-    for earlier, wait_policy in others:
-        begun += serve(earlier, policy, begun, busy=busy, wait_policy=wait_policy)
-    times = 2 if others else 1 + RISK
-    assert (
-        serve(world, policy, begun, busy=busy)
-        <= times * (PRICE if busy else 1) * world.recompute(blocks - world.ready(0)) + world.visit_ns + EPSILON
-    )
-
-
-@simulated
-@given(st.data(), busyness, st.booleans())
-def test_where_waiting_pays_it_waits(data: st.DataObject, busy: bool, known: bool) -> None:
-    """A steady fetch that needs visibly less than RISK of recomputing: as soon as waiting for all, but a few visits."""
-    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
-    blocks = data.draw(st.integers(1, 512))
-    found = data.draw(st.integers(1, blocks))
-    most = max(0.0, RISK * found * BLOCK_TOKENS * price - 2 * visit)
-    latency = data.draw(st.floats(0, most))
-    block_ns = data.draw(st.floats(0, (most - latency) / found))
-    world = steady(price, visit, blocks, int(latency), block_ns, data.draw(st.integers(1, 128)), found)
-    policy = policy_for(world, busy=busy)
-    begun = 100 * SEC
-    if known:
-        begun += serve(world, policy, begun, busy=busy, wait_policy="wait")
-    best = min(world.waited, world.recompute(blocks - world.ready(0)))
-    assert serve(world, policy, begun, busy=busy) <= best + 4 * visit + EPSILON
+    most = 1 + SILENCE * (1 + STOP_FACTOR) * (PRICE if busy else 1)
+    took = serve(world, policy_for(world, busy=busy), 100 * SEC, busy=busy)
+    assert took <= most * world.recompute(blocks - world.ready(0)) + 2 * visit + EPSILON
 
 
 @simulated
 @given(st.data(), busyness)
-def test_a_known_fetch_that_takes_most_of_recomputing_is_waited_for(data: st.DataObject, busy: bool) -> None:
-    """All blocks come together, visibly sooner than recomputing: one request finds out, the next one waits."""
-    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
-    blocks = data.draw(st.integers(1, 512))
-    latency = data.draw(st.floats(0, max(0.0, 0.95 * blocks * BLOCK_TOKENS * price - 3 * visit)))
-    world = steady(price, visit, blocks, int(latency), 0, blocks, blocks)
-    policy = policy_for(world, busy=busy)
-    begun = 100 * SEC
-    begun += serve(world, policy, begun, busy=busy, wait_policy="wait")
-    assert serve(world, policy, begun, busy=busy) <= world.waited + visit + EPSILON
+def test_where_waiting_pays_it_waits(data: st.DataObject, busy: bool) -> None:
+    """A steady fetch that is visibly faster than SILENCE of recomputing, and visits that are rare in no call."""
+    token, chunk = data.draw(token_prices), data.draw(st.integers(1, 64))
+    worth = SILENCE * BLOCK_TOKENS * token * (PRICE if busy else 1)  # of a block
+    visit = int(data.draw(st.floats(0.01, 0.1)) * chunk * worth) + 1 if busy else int(IDLE_VISIT_NS)
+    block_ns = data.draw(st.floats(0, max(0.0, 0.9 * (worth - visit / chunk))))
+    world = steady(token, visit, block_ns, chunk, data.draw(st.integers(1, 30)))
+    took = serve(world, policy_for(world, busy=busy), 100 * SEC, busy=busy)
+    assert took <= world.waited + visit + EPSILON
 
 
 @simulated
 @given(st.data(), busyness)
-def test_a_fetch_known_to_be_slow_costs_nothing(data: st.DataObject, busy: bool) -> None:
-    """Slower than STOP_FACTOR times recomputing, and one request found out: the next one does not wait at all."""
-    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
-    blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price * (PRICE if busy else 1)
-    block_ns = data.draw(st.floats(2.5 * block, 8 * block))
-    world = steady(price, visit, blocks, 0, block_ns, data.draw(st.integers(1, 128)), blocks)
-    policy = policy_for(world, busy=busy)
-    begun = 100 * SEC + serve(world, policy, 100 * SEC, busy=busy, wait_policy="wait")
-    assert serve(world, policy, begun, busy=busy) <= world.recompute(blocks) + EPSILON
+def test_a_fetch_that_recomputing_overtakes_is_stopped_at_its_first_blocks(data: st.DataObject, busy: bool) -> None:
+    """These and what is under way are loaded, and the others recomputed."""
+    token, chunk = data.draw(token_prices), data.draw(st.integers(1, 16))
+    worth = SILENCE * BLOCK_TOKENS * token * (PRICE if busy else 1)
+    visit = int(data.draw(st.floats(0.01, 0.1)) * chunk * worth) + 1 if busy else int(IDLE_VISIT_NS)
+    calls = data.draw(st.integers(8, 30))
+    world = steady(token, visit, data.draw(st.floats(1.3 * worth, 1.8 * worth)), chunk, calls)
+    took = serve(world, policy_for(world, busy=busy), 100 * SEC, busy=busy)
+    loaded = 2 * chunk if chunk * BLOCK_TOKENS * token > visit else 0
+    assert took <= world.arrivals[1][0] + world.recompute(world.blocks - loaded) + 2 * visit + EPSILON
 
 
-@simulated
-@given(st.data(), busyness)
-def test_a_stopped_fetch_costs_at_most_risk(data: st.DataObject, busy: bool) -> None:
-    """Known to be a little slower than recomputing: only what is under way is waited for, within RISK."""
-    price, visit = data.draw(token_prices), data.draw(visits) if busy else int(IDLE_VISIT_NS)
-    blocks, block = data.draw(st.integers(2, 200)), BLOCK_TOKENS * price * (PRICE if busy else 1)
-    world = steady(
-        price, visit, blocks, 0, data.draw(st.floats(1.2 * block, 2 * block)), data.draw(st.integers(1, 16)), blocks
-    )
-    policy = policy_for(world, busy=busy)
-    begun = 100 * SEC + serve(world, policy, 100 * SEC, busy=busy, wait_policy="wait")
-    most = (1 + RISK) * (PRICE if busy else 1) * world.recompute(blocks)
-    assert serve(world, policy, begun, busy=busy) <= most + visit + EPSILON
+# --- one engine: 1.6 ms a block, twice that by its price, and a visit each 5 ms ---------------------------------------
 
 
-def test_what_is_under_way_is_waited_for_where_recomputing_overtakes_the_fetch() -> None:
-    """Chunks of ten blocks, worth 32 ms, each after 40 ms: the first is taken; after 80 ms none is waited for."""
-    for gap, stops in ((40, True), (80, False)):
-        policy = seen(*[gap * MS] * 10)
-        wait, began = Wait.begin("adaptive", 60_000, 103 * SEC, 0), 103 * SEC
-        verdict = policy.verdict(wait, 0, 100, began, load=BUSY)
-        assert verdict is (Verdict.STOP if stops else Verdict.TAKE)
-        assert policy.fetches.expects(began), "nothing was waited for in vain"
-        wait.stopped = True
-        for at in range(5, 45, 5):
-            assert not stops or policy.verdict(wait, 0, 100, began + at * MS, load=BUSY) is Verdict.WAIT
-        assert policy.verdict(wait, 0, 100, began + 170 * MS, load=BUSY) is Verdict.TAKE, "RISK"
+@pytest.fixture
+def policy() -> WaitPolicy:
+    return policy_for(World(100_000, 5 * MS, 100, []), busy=True)
 
 
-def test_a_stalled_store_is_tried_again_after_a_while() -> None:
-    """A stall is forgotten after a while: the store may be well again."""
-    stalled = World(100_000, 5 * MS, 100, [], 100)
-    fast = steady(100_000, 5 * MS, 100, 0, 100_000, 10, 100)
-    policy = policy_for(stalled, busy=True)
-    begun, recompute = 100 * SEC, stalled.recompute(100)
-    assert recompute < serve(stalled, policy, begun, busy=True) <= (1 + PRICE * RISK) * recompute + stalled.visit_ns
-    assert serve(stalled, policy, begun + SEC, busy=True) == recompute, "once burnt"
-    assert serve(fast, policy, begun + 2 * SEC, busy=True) == recompute, "the price of it"
-    assert serve(fast, policy, begun + 15 * SEC, busy=True) < recompute / 5
+def begin(policy_name: Policy = "adaptive", ready: int = 0) -> Wait:
+    return Wait.begin(policy_name, 5000, 100 * SEC, ready)
 
 
-def test_a_short_prompt_is_not_waited_for_on_an_idle_engine() -> None:
-    """One visit costs 1.25 ms there: two blocks that recompute in less are not worth it, ten are."""
-    policy = policy_for(World(30_000, 0, 2, []), busy=False)
-    for blocks, expected in ((2, Verdict.TAKE), (10, Verdict.WAIT)):
-        wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
-        assert policy.verdict(wait, 0, blocks, 100 * SEC, load=0.0) is expected
+def look(
+    policy: WaitPolicy, wait: Wait, ready: int, at_ms: float, *, missing: int = 100, first: bool = True
+) -> Verdict:
+    """A visit so long after the first one; `missing`: at the first one."""
+    return policy.verdict(wait, ready, missing, int(100 * SEC + at_ms * MS), load=BUSY, first=first)
 
 
-def test_a_pause_between_chunks_does_not_end_a_wait_that_pays() -> None:
-    """Hysteresis: chunks that come unevenly, on average five times as fast as recomputing."""
-    world = World(100_000, 2 * MS, 100, [(10 * MS, 20), (15 * MS, 30), (50 * MS, 50), (55 * MS, 100)], 100)
-    assert serve(world, policy_for(world, busy=True), 100 * SEC, busy=True) < 60 * MS
+def test_silence_stops_a_fetch_and_then_ends_it(policy: WaitPolicy) -> None:
+    """100 blocks are worth 320 ms: nothing came for three quarters of that, then for one and a half times."""
+    wait = begin()
+    assert [look(policy, wait, 0, at) for at in (0, 239)] == [Verdict.WAIT] * 2
+    assert look(policy, wait, 0, 242) is Verdict.STOP
+    wait.stopped = True
+    assert look(policy, wait, 0, 478) is Verdict.WAIT
+    assert look(policy, wait, 0, 482) is Verdict.TAKE
 
 
-def seen(*silences: int, blocks: int = 10, came: int = 100) -> WaitPolicy:
-    """A busy engine, 1.6 ms for each of 100 blocks, twice that by its price; a request waited and saw these fetches."""
-    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
-    wait, at, ready = Wait.begin("wait", 5000, 100 * SEC, 0), 100 * SEC, 0
-    for silence in silences:
-        for _ in range(silence // (5 * MS)):
-            at += 5 * MS
-            policy.verdict(wait, ready, came, at, load=BUSY)
-        ready = min(came, ready + blocks)
-        policy.fetches.saw(wait, ready, at + 1)
-    return policy
-
-
-def gives_up(policy: WaitPolicy, begun: int, missing: int = 100) -> int:
-    """When a request gives up that waits for so many blocks, of which none ever comes."""
-    wait = Wait.begin("adaptive", 60_000, begun, 0)
-    for at in range(0, 60 * SEC, 5 * MS):
-        if policy.verdict(wait, 0, missing, begun + at, load=BUSY) is not Verdict.WAIT:
-            return at
-    raise AssertionError("it never gave up")
-
-
-@pytest.mark.parametrize(
-    ("silence", "until"),
-    [(0, 160), (60, 160), (100, 200), (150, 300), (200, 320), (310, 320), (400, 0)],
-)
-def test_blocks_that_are_expected_get_twice_the_time(silence: int, until: int) -> None:
-    """Of 100 blocks, worth 320 ms: RISK of it when nothing is known, and no more than all of it."""
-    found = gives_up(seen(silence * MS, blocks=100), 102 * SEC) if silence else gives_up(seen(), 102 * SEC)
-    assert until * MS <= found <= (until + 10) * MS if until else found == 0
-
-
-def test_only_blocks_that_came_give_patience() -> None:
-    """One request waits longer for a store that stopped; the next ones do not wait until blocks come again."""
-    policy = seen(150 * MS, blocks=100)
-    assert 300 * MS <= gives_up(policy, 102 * SEC) <= 310 * MS
-    assert policy.fetches.latency_ns(100, 103 * SEC) > RISK * 320 * MS
-    assert gives_up(policy, 103 * SEC) == 0
-    assert 160 * MS <= gives_up(policy, 103 * SEC, missing=1000) - 9 * 160 * MS <= 170 * MS, "RISK of ten times as much"
-    assert 160 * MS <= gives_up(policy, 120 * SEC) <= 170 * MS, "forgotten"
-    waits(policy, 121 * SEC, [5 * MS, 10 * MS], 12 * MS)
-    assert policy.fetches.expects(121 * SEC + 12 * MS)
-    assert not policy.fetches.expects(132 * SEC)
-
-
-def test_patience_does_not_grow_while_nothing_comes() -> None:
-    """Neither from what other requests see meanwhile, nor from blocks that come, are taken back and come again."""
-    policy = seen(150 * MS, 5 * MS, blocks=50)
-    wait, taken = Wait.begin("adaptive", 60_000, 102 * SEC, 0), 0
-    for at in range(0, 10 * SEC, 5 * MS):
-        if at % (50 * MS) == 0:  # blocks come, and are taken back
-            taken = 10 - taken
-        policy.fetches.saw(Wait.begin("adaptive", 5000, 102 * SEC, 0), 10, 102 * SEC + at)
-        if policy.verdict(wait, taken, 100, 102 * SEC + at, load=BUSY) is not Verdict.WAIT:
+def test_blocks_of_another_request_are_no_silence(policy: WaitPolicy) -> None:
+    """They take turns on the link.  But a request of which nothing comes does not wait for the others for ever."""
+    other, wait = begin(), begin()
+    verdicts = []
+    for at in range(0, 500, 10):
+        verdicts.append(look(policy, wait, 0, at))
+        look(policy, other, at, at, missing=1000, first=False)
+        if verdicts[-1] is Verdict.TAKE:
             break
-    assert at <= 360 * MS, "what 100 blocks are worth, and the ten that are there"
+    assert set(verdicts[:-1]) == {Verdict.WAIT}
+    assert 480 <= at <= 490
 
 
-def test_the_last_blocks_of_a_steady_fetch_are_not_given_up() -> None:
-    """The last ten are worth 32 ms, and come 25 ms after those before them: RISK of their worth is not enough."""
-    policy = seen(40 * MS, *[25 * MS] * 9)
-    wait, began = Wait.begin("adaptive", 60_000, 102 * SEC, 0), 102 * SEC
-    for at in range(0, 265 * MS, 5 * MS):
-        ready = 10 * ((at - 15 * MS) // (25 * MS)) if at >= 40 * MS else 0
-        assert policy.verdict(wait, ready, 100, began + at, load=BUSY) is Verdict.WAIT, at
+def test_the_time_of_another_request_s_turn_is_not_taken_for_the_own_blocks_pace(policy: WaitPolicy) -> None:
+    """150 blocks of another request in 150 ms, then 4 of this one in 10: 96 more take 100 ms, not 3.8 s."""
+    other, wait = begin(), begin()
+    look(policy, wait, 0, 0)
+    look(policy, other, 0, 0, first=False)
+    for at in range(10, 151, 10):
+        look(policy, other, at, at, first=False)
+        assert look(policy, wait, 0, at) is Verdict.WAIT
+    assert look(policy, wait, 4, 160) is Verdict.WAIT
 
 
-def test_behind_another_that_waits_nobody_is_late() -> None:
+def test_blocks_that_came_before_the_first_visit_tell_the_pace(policy: WaitPolicy) -> None:
+    """The engine was in a long step: 40 of 100 blocks came in 80 ms since the hint, or in 400."""
+    for hinted_ms, expected in ((80, Verdict.WAIT), (400, Verdict.STOP)):
+        wait = begin(ready=40)
+        wait.hinted = (100 * SEC - hinted_ms * MS, 40)
+        assert look(policy, wait, 40, 0) is expected
+
+
+def test_a_pace_of_the_past_does_not_hide_a_stall(policy: WaitPolicy) -> None:
+    wait = begin()
+    for at in range(0, 60, 5):
+        assert look(policy, wait, at, at) is Verdict.WAIT
+    late = [look(policy, wait, 55, at) for at in range(60, 400, 5)]
+    assert late.index(Verdict.STOP) * 5 + 60 - 55 <= SILENCE * 45 * 3.2 + 5, "of the 45 that are missing"
+
+
+def test_what_was_taken_back_is_waited_for_again_within_the_same_silence(policy: WaitPolicy) -> None:
+    wait = begin()
+    assert look(policy, wait, 0, 0) is Verdict.WAIT
+    assert look(policy, wait, 50, 10) is Verdict.WAIT
+    assert look(policy, wait, 0, 20) is Verdict.WAIT
+    wait.stopped = True
+    assert look(policy, wait, 0, 480) is Verdict.WAIT
+    assert look(policy, wait, 0, 495) is Verdict.TAKE
+
+
+def test_before_a_prefill_was_measured_every_request_waits_until_its_bound() -> None:
+    policy = WaitPolicy(StepTimes(), BLOCK_TOKENS)
+    assert policy.recompute_ns(1) == math.inf
+    wait = begin()
+    assert {look(policy, wait, 0, at) for at in (0, 100, 4999)} == {Verdict.WAIT}
+    assert look(policy, wait, 0, 5000) is Verdict.LATE
+
+
+def test_a_short_prompt_is_not_waited_for() -> None:
+    """A visit costs 1.25 ms on an idle engine: two blocks that recompute in less are not worth it, ten are."""
+    idle = policy_for(World(30_000, 0, 2, []), busy=False)
+    for blocks, expected in ((2, Verdict.TAKE), (10, Verdict.WAIT)):
+        assert idle.verdict(begin(), 0, blocks, 100 * SEC, load=0.0) is expected
+
+
+def test_a_long_step_does_not_make_short_prompts_look_worthless(policy: WaitPolicy) -> None:
+    """What counts is the time of a step that only decodes: after long prefills, a fetch of 3 ms was recomputed."""
+    policy._steps.began(90 * SEC, 2000, executed=True)
+    policy._steps.ended(90 * SEC + 205 * MS)
+    assert look(policy, begin(), 0, 0, missing=4) is Verdict.WAIT
+
+
+def test_behind_another_that_waits_nobody_is_late(policy: WaitPolicy) -> None:
     """Its turn comes with the first of those that wait; only then does its clock start."""
-    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
-    wait = Wait.begin("adaptive", 5000, 100 * SEC, 0)
-    for second in range(100, 200, 10):
-        assert policy.verdict(wait, 0, 100, second * SEC, load=BUSY, first=False) is Verdict.WAIT
-    policy.fetches.saw(Wait.begin("adaptive", 5000, 100 * SEC, 0), 50, 199 * SEC)
-    assert policy.fetches.latency_ns(100, 199 * SEC) == 0.0, "the time behind others is not the fetch's"
-    assert policy.verdict(wait, 0, 100, 200 * SEC, load=BUSY) is Verdict.WAIT
-    late = policy.verdict(wait, 0, 100, 200 * SEC + 6 * SEC, load=BUSY, first=False)
-    assert late is not Verdict.WAIT, "once it was first, it is judged"
-    patient = Wait.begin("timeout", 5000, 100 * SEC, 0)
-    assert policy.verdict(patient, 0, 100, 105 * SEC, load=BUSY, first=False) is Verdict.LATE
-
-
-def waits(policy: WaitPolicy, begun: int, looks: list[int], came: int) -> None:
-    """A request that finds nothing at its first visit and at `looks`, and its first blocks at `came` (ns after)."""
-    wait = Wait.begin("adaptive", 5000, begun, 0)
-    for at in (0, *looks):
-        policy.verdict(wait, 0, 100, begun + at, load=BUSY)
-    policy.fetches.saw(wait, 50, begun + came)
-
-
-def test_time_without_visits_is_not_taken_for_the_time_of_a_fetch() -> None:
-    """After a step of 200 ms, or seconds without a free place: the blocks came at some time since the last visit."""
-    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
-    begun = 100 * SEC
-    waits(policy, begun, [], 2 * SEC)
-    assert policy.fetches.latency_ns(50, begun + 2 * SEC) == 0
-    assert policy.verdict(Wait.begin("adaptive", 5000, begun, 0), 0, 100, begun + 2 * SEC, load=0.0) is Verdict.WAIT
-    begun += 3 * SEC
-    waits(policy, begun, [20 * MS, 40 * MS], 45 * MS)
-    known = policy.fetches.latency_ns(50, begun + 45 * MS)
-    assert 10 * MS < known <= 40 * MS, "slower than was believed is news, as far as visits tell"
-    begun += SEC
-    waits(policy, begun, [], 2 * SEC)
-    assert policy.fetches.latency_ns(50, begun + 2 * SEC) == pytest.approx(known), "what fits is none"
-    begun += 3 * SEC
-    waits(policy, begun, [], 5 * MS)
-    assert policy.fetches.latency_ns(50, begun + 5 * MS) < known, "faster is"
-
-
-def lone(policy: WaitPolicy, begun: int, blocks: int, silence: int) -> None:
-    """A request of so many blocks, which come together after `silence`."""
-    wait = Wait.begin("wait", 5000, begun, 0)
-    for at in range(0, silence, MS):
-        policy.verdict(wait, 0, blocks, begun + at, load=BUSY)
-    policy.fetches.saw(wait, blocks, begun + silence)
-
-
-def first_verdict(policy: WaitPolicy, begun: int, blocks: int) -> Verdict:
-    return policy.verdict(Wait.begin("adaptive", 5000, begun, 0), 0, blocks, begun, load=BUSY)
-
-
-def test_a_short_prompt_s_first_blocks_are_not_expected_as_late_as_a_long_one_s() -> None:
-    """100 blocks come together after 100 ms: four, worth 12.8 ms, do not need 100.  If they do, that is learned."""
-    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
-    lone(policy, 100 * SEC, 100, 100 * MS)
-    assert first_verdict(policy, 101 * SEC, 4) is Verdict.WAIT
-    assert first_verdict(policy, 101 * SEC, 100) is Verdict.WAIT
-    assert policy.fetches.latency_ns(1000, 101 * SEC) == pytest.approx(100 * MS, rel=0.02), "they come in parts"
-    for second in range(102, 106):
-        lone(policy, second * SEC, 4, 100 * MS)
-    assert first_verdict(policy, 106 * SEC, 4) is Verdict.TAKE
-    assert first_verdict(policy, 106 * SEC, 100) is Verdict.WAIT
-
-
-def test_the_time_to_the_first_blocks_is_a_line_that_never_falls() -> None:
-    policy = policy_for(World(100_000, 5 * MS, 100, []), busy=True)
-    for second in range(100, 104):
-        lone(policy, second * SEC, 10, 14 * MS)
-        lone(policy, second * SEC + SEC // 2, 40, 44 * MS)
-    expected = [policy.fetches.latency_ns(blocks, 104 * SEC) / MS for blocks in (1, 20, 40, 80)]
-    assert expected == pytest.approx([5, 24, 44, 44], abs=2)
-    for second in range(104, 120):
-        lone(policy, second * SEC, 10, 60 * MS)
-    few, many = (policy.fetches.latency_ns(blocks, 120 * SEC) / MS for blocks in (10, 40))
-    assert few == pytest.approx(60, abs=10)
-    assert many >= few
+    wait = begin()
+    for at in range(0, 100_000, 10_000):
+        assert look(policy, wait, 0, at, first=False) is Verdict.WAIT
+    assert look(policy, wait, 0, 100_000) is Verdict.WAIT
+    assert look(policy, wait, 0, 106_000, first=False) is Verdict.LATE, "once it was first, it is judged"
+    patient = begin("timeout")
+    assert look(policy, patient, 0, 5000, first=False) is Verdict.LATE
 
 
 @pytest.mark.parametrize(("load", "beside"), [(0.0, False), (0.5, False), (0.75, True), (31 / 32, True)])

@@ -31,10 +31,10 @@ def quiet(engine: Engine, request: Request, tokens: int = 1) -> bool:
 
 def test_one_quiet_step_in_so_many_is_measured(decoding: tuple[Engine, Request]) -> None:
     engine, request = decoding
-    seen = [engine.side.steps.step_ns]
+    seen = [engine.side.steps.decode_ns]
     for step in range(2 * MEASURED_STEPS + 2):
         engine.step([(request, 1)], step_ms=7 + step)
-        seen.append(engine.side.steps.step_ns)
+        seen.append(engine.side.steps.decode_ns)
     assert len(set(seen)) == 3, seen
 
 

@@ -18,7 +18,7 @@ CONNECTOR = Path(__file__).resolve().parents[2] / "connector"
 
 
 def hinted(state: RequestState) -> None:
-    state.hint(SimpleNamespace(waited_ns=0))  # type: ignore[arg-type]
+    state.hint(SimpleNamespace(waited_ns=0), 1)  # type: ignore[arg-type]
 
 
 def claimed(asynchronous: bool) -> Callable[[RequestState], None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from kvprefetch.connector.steps import UNMEASURED_PREFILL_NS, StepTimes
+from kvprefetch.connector.steps import StepTimes
 
 DECODE_NS, TOKEN_NS = 8_000_000, 50_000
 
@@ -44,10 +45,10 @@ def test_short_prefills_between_noisy_steps_do_not_hide_long_ones() -> None:
 
 def test_nothing_is_known_at_first_and_empty_steps_teach_nothing() -> None:
     steps = StepTimes()
-    assert (steps.step_ns, steps.prefill_ns(10)) == (0.0, 10 * UNMEASURED_PREFILL_NS)
+    assert (steps.decode_ns, steps.prefill_ns(10), steps.prefill_ns(0)) == (0.0, math.inf, math.inf)
     steps.began(0, 0, executed=False)
     steps.ended(10**9)
-    assert (steps.step_ns, steps.prefill_ns(10)) == (0.0, 10 * UNMEASURED_PREFILL_NS)
+    assert (steps.decode_ns, steps.prefill_ns(10), steps.prefill_ns(0)) == (0.0, math.inf, math.inf)
 
 
 def prefill(steps: StepTimes, now_s: int, tokens: int, token_ns: float, *, typical: bool) -> None:
@@ -56,26 +57,34 @@ def prefill(steps: StepTimes, now_s: int, tokens: int, token_ns: float, *, typic
 
 
 def test_steps_that_load_tell_the_price_of_a_token_until_another_does() -> None:
-    steps, dear_ns = StepTimes(), 4 * UNMEASURED_PREFILL_NS
+    steps = StepTimes()
     run(steps, [0] * 20)
-    step_ns = steps.step_ns
+    decode_ns = steps.decode_ns
     for second in range(8):
-        prefill(steps, 100 + second, 28, dear_ns, typical=False)
-    assert 0.8 * dear_ns < steps.prefill_ns(1) < dear_ns
-    prefill(steps, 110, 2000, dear_ns / 40, typical=False)
-    assert steps.prefill_ns(1) == pytest.approx(dear_ns / 40, rel=0.1), "many tokens say more than what is assumed"
-    prefill(steps, 111, 16, TOKEN_NS, typical=True)
-    prefill(steps, 112, 2000, dear_ns, typical=False)
+        prefill(steps, 100 + second, 28, 2 * TOKEN_NS, typical=False)
+    assert steps.prefill_ns(1) == pytest.approx(2 * TOKEN_NS, rel=0.05)
+    prefill(steps, 110, 2000, TOKEN_NS / 2, typical=False)
+    assert steps.prefill_ns(1) == pytest.approx(TOKEN_NS / 2, rel=0.1), "many tokens say more than few"
+    prefill(steps, 111, 64, TOKEN_NS, typical=True)
+    prefill(steps, 112, 2000, 2 * TOKEN_NS, typical=False)
     assert steps.prefill_ns(1) == pytest.approx(TOKEN_NS)
-    assert steps.step_ns == pytest.approx(step_ns, rel=0.02), "loads are no part of a usual step"
+    assert steps.decode_ns == pytest.approx(decode_ns), "they are no part of a step that only decodes"
 
 
-def test_a_prefill_that_noise_hides_does_not_make_recomputing_free() -> None:
+def test_a_few_tokens_tell_no_price() -> None:
+    """Noise may hide them, and recomputing would look free."""
     steps = StepTimes()
     run(steps, [0] * 20)
     for typical in (False, True):
         prefill(steps, 100 + typical, 16, 0, typical=typical)
-        assert steps.prefill_ns(1) > UNMEASURED_PREFILL_NS / 2
+        assert steps.prefill_ns(1) == math.inf
+
+
+def test_a_long_prefill_leaves_the_time_of_a_step_that_only_decodes() -> None:
+    """The policy takes it for the time to the next visit."""
+    steps = StepTimes()
+    run(steps, [0] * 20 + [2048] * 4 + [0])
+    assert steps.decode_ns == pytest.approx(DECODE_NS)
 
 
 def test_ends_that_never_come_or_come_too_often_do_no_harm() -> None:
@@ -86,4 +95,4 @@ def test_ends_that_never_come_or_come_too_often_do_no_harm() -> None:
     for now in range(200, 400):
         steps.ended(now)
     run(steps, [0] * 50)
-    assert steps.step_ns == pytest.approx(DECODE_NS, rel=0.05)
+    assert steps.decode_ns == pytest.approx(DECODE_NS, rel=0.05)
