@@ -66,7 +66,7 @@ class Life:
     def __init__(self, shape: Shape, *, private: bool) -> None:
         spec = EngineSpec(ranks=shape.ranks, block_bytes=shape.value_bytes, max_blocks=shape.blocks, saves=False)
         workers = [spec.worker(rank) for rank in range(shape.ranks)]
-        engine = EngineInfo(spec.engine_id, 32, spec.scheduler(), workers)
+        engine = EngineInfo(spec.engine_id, spec.groups, spec.scheduler(), workers)
         memory = EngineMemory.create(load({"staging": STAGED_PROMPTS * shape.prompt_bytes}), 1, engine)
         for address, length in memory.staging.areas():
             ctypes.memset(address, 1, length)

@@ -4,8 +4,8 @@
 
 One engine's planner has room for four requests. `waiting` more fill the queue behind them: the store has their blocks,
 but staging has no room. Then `rounds` further requests arrive, one at a time, of `blocks` blocks each. A hint's time is
-the sum over its life: arrival, look-up answer, ask, the try to order its blocks, end. It leaves out flags, rings and
-store calls.
+the sum over its life: arrival, the names for the look-up, its answer, ask, the try to order its blocks, end. It leaves
+out flags, rings and store calls.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
+from kvprefetch.daemon.engine.lookups import FIRST_DIGESTS, SLICE_DIGESTS
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.kv.prompts import Prompt
 
 HASH_BYTES = 32
 SHARED = 0.9
+GROUPS = Groups((Group(Kind.FULL, 16),), 16)
 
 
 class Flags:
@@ -46,16 +50,26 @@ def filled(waiting: int, blocks: int, chunk: int, *, shared: bool) -> Planner:
     """Return a planner with four staged requests, which fill its room, and `waiting` more behind them."""
     planner = Planner(4 * blocks, Flags(), chunk_blocks=chunk)
     for number in range(4):
-        planner.hint((number, 1), chain(f"staged-{number}", blocks), HASH_BYTES, 0, 0)
-        planner.looked_up((number, 1), blocks)
+        hint(planner, (number, 1), chain(f"staged-{number}", blocks), blocks)
     drain(planner)
     common = chain("staged-0", blocks)[: int(blocks * SHARED) * HASH_BYTES] if shared else b""
     own = blocks - len(common) // HASH_BYTES
     for number in range(4, 4 + waiting):
-        planner.hint((number, 1), common + chain(f"waiting-{number}", own), HASH_BYTES, 0, 0)
-        planner.looked_up((number, 1), blocks, b"\1" * blocks if number % 2 else b"")
+        on_disk = b"\1" * blocks if number % 2 else b""
+        hint(planner, (number, 1), common + chain(f"waiting-{number}", own), blocks, on_disk)
         drain(planner)
     return planner
+
+
+def hint(planner: Planner, key: Key, hashes: bytes, found: int, on_disk: bytes = b"") -> None:
+    """A request arrives, and the store has its first `found` blocks, or, of those asked for, so many."""
+    blocks = range(len(hashes) // HASH_BYTES)
+    request = planner.hint(key, Prompt(GROUPS, hashes, blocks, room=0, staged=planner.blocks.holds), 0)
+    most = FIRST_DIGESTS
+    while names := request.prompt.next(most):
+        request.prompt.found(b"\1" * min(found, len(names)), on_disk)
+        most = SLICE_DIGESTS
+    planner.choose(request)
 
 
 def drain(planner: Planner) -> None:
@@ -73,8 +87,7 @@ def publish(planner: Planner) -> None:
 
 
 def arrive(planner: Planner, key: Key, hashes: bytes, blocks: int, found: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, 0, 0)
-    planner.looked_up(key, found)
+    hint(planner, key, hashes, found)
     planner.next_order()
     publish(planner)
 
@@ -101,8 +114,7 @@ def take_back(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
 
 
 def fetch(planner: Planner, key: Key, hashes: bytes, blocks: int) -> None:
-    planner.hint(key, hashes, HASH_BYTES, 0, 0)
-    planner.looked_up(key, blocks)
+    hint(planner, key, hashes, blocks)
     planner.ask(key)  # makes it the most urgent request, so that it takes room from others
     drain(planner)
     planner.finish(key)

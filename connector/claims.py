@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -81,7 +82,9 @@ class Claims:
     ) -> None:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
-        self._shadow, self._load_mode = config.mode == "shadow", config.load_mode
+        self._shadow = config.mode == "shadow"
+        # Of several groups vLLM takes back a load that failed only where it waits for it.
+        self._load_mode = config.load_mode if geometry.groups.partial else "async"
         self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
@@ -100,33 +103,22 @@ class Claims:
     ) -> Handle | None:
         """Hint at all usable blocks, of which some are not local. None when there is no flag or no room.
 
-        A digest for each block; with several KV groups one for each `hash_tokens`. Without room the cost does not
-        depend on the number of blocks.
+        Without room the cost does not depend on the number of blocks.
         """
-        geometry, digests = self._geometry, request.block_hashes
-        ratio, groups, headers = geometry.hashes_per_block, geometry.groups, request.trace_headers
-        if groups is None:
-            blocks = items = count = min(usable, session.table_entries)
-            if len(digests) != usable:  # otherwise a slice would copy the whole list
-                digests = digests[ratio - 1 : usable * ratio : ratio]
-        else:
-            digests, count = digests[: usable * ratio], usable * ratio
-            blocks, items = usable, groups.names(usable - local_blocks)
-        if blocks <= local_blocks:
-            return None
+        geometry, headers = self._geometry, request.trace_headers
         handle: Handle | None = session.producer.hint(
             HINT,
             PROTOCOL,
             HINTED,
-            items,
-            count,
-            blocks,
+            geometry.groups.names(usable - local_blocks),
+            usable * geometry.hashes_per_block,
+            usable,
             local_blocks,
             request.num_prompt_tokens,
             now_ns,
             session,
             session.allocator,
-            digests,
+            request.block_hashes,
             request.request_id,
             request.priority,
             NO_TRACE if headers is None else hints.trace_of(headers),
@@ -265,7 +257,7 @@ class Claims:
 
         The push may find the ring full: then the next visit that finds the same tries again.
         """
-        if handle is None or found <= visit.start or self._geometry.groups is not None:
+        if handle is None or found <= visit.start or not self._geometry.groups.partial:
             return Verdict.TAKE
         wait.stopped = hints.stop(handle, visit.now_ns)
         self._counters["stopped"] += wait.stopped
@@ -324,43 +316,33 @@ class Claims:
 
     def _take(self, state: RequestState, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
         """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
-        handle, wait, geometry, groups = state.handle, state.wait, self._geometry, self._geometry.groups
+        handle, wait, geometry = state.handle, state.wait, self._geometry
         assert handle is not None
         if wait is not None:
             self._policy.saw(wait, max(visit.start, flag.count), visit.now_ns)
         dropped = 1 if geometry.drop_last else 0
         stop = flag.count - dropped
-        if groups is not None and flag.state != READY:
-            stop = 0  # of several groups a prefix is staged as a whole
         if stop <= visit.start:
             self._note_found(handle, flag)
             self.finish(state, outcome)
             return self._settle(state, outcome)
-        first, last = visit.start, stop
-        if groups is not None:
-            unit = geometry.block_tokens
-            staged = groups.items(handle.local_blocks * unit, stop * unit)
-            first, last = 0, sum(map(len, staged))
+        unit = geometry.block_tokens
+        local, staged = handle.local_blocks * unit, flag.count * unit
+        spans = geometry.groups.spans(local, staged, visit.start * unit, stop * unit)
+        first = spans[0].start
         # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
-        slots = handle.claim(flag.state, flag.count, stop + dropped, first, last, visit.now_ns)
+        slots = handle.claim(flag.state, flag.count, stop + dropped, first, spans[-1].stop, visit.now_ns)
         if slots is None:
             return PENDING  # the daemon moved the flag in between; the next visit sees where
-        if groups is not None:
-            slots = hints.needed(slots, staged, groups.items(visit.start * unit, stop * unit))
+        if len(spans) > 1:
+            entries, slots = slots, array("I")
+            for span in spans:
+                slots += entries[span.start - first : span.stop - first]
         count, mode = stop - visit.start, self._load_mode
-        # Of several groups vLLM takes back a load that failed only where it waits for it.
-        asynchronous = (
-            mode == "async"
-            or groups is not None
-            or (mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load))
+        asynchronous = mode == "async" or (
+            mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load)
         )
-        saves = self._saves
-        if saves is not None and groups is None and flag.state == READY:  # as _note_found: one call less
-            local, blocks = handle.local_blocks, handle.blocks
-            found = handle.session.flags.found(handle.flag)
-            saves.note_look_up(handle.digests, local, max(local, min(found, blocks)), blocks)
-        else:
-            self._note_found(handle, flag)
+        self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1
             if wait is not None and not wait.stopped:
@@ -383,11 +365,7 @@ class Claims:
         if self._saves is None or flag.state != READY:
             return  # the found word is written before READY
         found = min(handle.session.flags.found(handle.flag), handle.blocks)
-        if self._geometry.groups is not None:
-            self._saves.note_prefix(self._geometry.groups, handle, found)
-            return
-        local = handle.local_blocks
-        self._saves.note_look_up(handle.digests, local, max(local, found), handle.blocks)
+        self._saves.note_look_up(handle.digests, handle.local_blocks, found, handle.blocks)
 
     def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""

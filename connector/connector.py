@@ -151,7 +151,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_side is not None:
-            self.scheduler_side.cache = PrefixCache(kv_cache_manager, self._geometry)
+            self.scheduler_side.cache = PrefixCache(kv_cache_manager, self._geometry.groups)
 
     # vLLM calls the hooks below for every request or step, with cold caches: they guard themselves, as each call of a
     # Python function costs 2 to 3 us there.
@@ -282,7 +282,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         map_session = functools.partial(WorkerSession.map, device=device)
         user = self._settings.daemon_user
         link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user)
-        self.worker_side = WorkerSide(link, paged, self.keys, copies)
+        self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
         self.link = link
         link.start()
 
@@ -308,12 +308,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             where = namespace.fingerprinted(config, keys, running, support.incarnation(config))
         info = WorkerInfo(
             block_bytes=paged.block_bytes,
-            key_prefix=where.prefix,
-            put_factor=keys.replicas,
-            put_turn=keys.replica_index,
-            other_prefixes=[
-                namespace.of_group(where.prefix, group, keys.tp_ranks[group]) for group in range(1, len(keys.tp_ranks))
-            ],
+            key_prefixes=list(where.prefixes),
+            replicas=keys.replicas,
+            replica_index=keys.replica_index,
             written=written,
             device=device,
         )
@@ -356,15 +353,14 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self.worker_side.received() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """With several groups, failed loads too: vLLM cannot tell their blocks apart."""
+        """Failed loads too, where the worker side names their requests."""
         results = super().get_transfer_results(finished_req_ids)
-        if self.worker_side is not None and self._geometry.groups is not None:
+        if self.worker_side is not None:
             results.failed_recving = self.worker_side.failed_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed = set() if self.worker_side is None else self.worker_side.failed_blocks()
-        return failed if self._geometry.groups is None else set()
+        return set() if self.worker_side is None else self.worker_side.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVPrefetchWorkerMeta | None:
         return None if self.worker_side is None else self.worker_side.report()

@@ -29,12 +29,11 @@ class SavedBlocks:
         self._geometry = geometry
         self.saving: dict[int, dict[int, BlockStored]] = {}
 
-    def describe(self, request: Any, block: int, group: int = 0) -> BlockStored:
+    def describe(self, request: Any, block: int, group: int) -> BlockStored:
         """The event of a request's full block of a KV group, without its medium."""
-        hashes, ratio, size = request.block_hashes, self._geometry.hashes_per_block, self._geometry.block_tokens
-        if (groups := self._geometry.groups) is not None:
-            size = groups.groups[group].block_tokens
-            ratio = size // groups.hash_tokens
+        hashes, groups = request.block_hashes, self._geometry.groups
+        size = groups.groups[group].block_tokens
+        ratio = size // groups.hash_tokens
         kind, window = self._geometry.spec_kinds[group]
         lora = request.lora_request
         # From feature 0 on: the function skips features that end before the block.

@@ -84,14 +84,14 @@ def of_engine(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     *,
-    rules: Groups | None,
+    rules: Groups,
     replicas: int,
     layout: str,
     written: Sequence[Sequence[int]] = (),
 ) -> dict[str, str]:
     """Return the part that the running rank knows. Ranks with the same bytes (`replicas` of them) have the same.
 
-    `rules`: of several KV groups; `layout`: of the rank's paged cache (`PagedCache.layout`); `written`: of a value
+    `rules`: of the KV groups; `layout`: of the rank's paged cache (`PagedCache.layout`); `written`: of a value
     (`WorkerInfo.written`).
     """
     parallel = vllm_config.parallel_config
@@ -108,7 +108,7 @@ def of_engine(
         "layers": _digest([[layer, *_kind(spec)] for layer, spec in specs.items()]),
         "layout": layout,
     }
-    if rules is not None:
+    if not rules.partial:
         # Layers of unlike groups lie in the same memory, in the groups' order.
         pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]
         found["groups"] = _digest([rules.hash_tokens, rules.groups, pages])

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _STATE_PARTS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
 
 
-def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool) -> Groups | None:
-    """Return the rules of an engine's groups; None for one group of full attention, of which every block counts.
+def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool) -> Groups:
+    """Return the rules of an engine's groups.
 
     Raises ValueError, in one line, for groups that are not served.  `drafts`: the engine drafts tokens from hidden
     states, so that the last block of a prefix would not count.
@@ -29,10 +29,8 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
             f"groups={len(groups)} prefix_cacheable={len(kv_cache_config.prefix_cacheable_group_ids)}"
         )
     found = Groups(tuple(_group(each.kv_cache_spec) for each in groups), hash_tokens)
-    if [group.kind for group in found.groups] == [Kind.FULL]:
-        return None
     found.check()
-    if drafts or any(each.is_eagle_group for each in groups):
+    if not found.partial and (drafts or any(each.is_eagle_group for each in groups)):
         raise ValueError(
             "drafts from hidden states are served with one KV group of full attention only: "
             f"groups={len(groups)} kinds={','.join(sorted({group.kind.value for group in found.groups}))}"

@@ -7,8 +7,7 @@ and nobody reads it.  A flag in a state that only this side writes raises Segmen
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..shmring import _atomics
 from ..shmring.errors import SegmentCorrupt
@@ -57,21 +56,9 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
 
 def room(session: SchedulerSession, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
-    if geometry.groups is None:
-        items = digests = min(usable, session.table_entries)
-    else:
-        digests, items = usable * geometry.hashes_per_block, geometry.groups.names(usable)
-    length = hint_bytes(digests, len(hashes[0]), items, request_id)
-    return session.producer.fits(length) and session.allocator.room(items)
-
-
-def needed(entries: array[int], staged: Sequence[range], needed: Sequence[range]) -> array[int]:
-    """Return the slots of the items that an answer needs; `entries` are those of all that are staged, by group."""
-    slots, at = array("I"), 0
-    for items, some in zip(staged, needed, strict=True):
-        slots += entries[at + some.start - items.start : at + some.stop - items.start]
-        at += len(items)
-    return slots
+    names = geometry.groups.names(usable)
+    length = hint_bytes(usable * geometry.hashes_per_block, len(hashes[0]), names, request_id)
+    return session.producer.fits(length) and session.allocator.room(names)
 
 
 def ask(handle: Handle, now_ns: int) -> None:

@@ -1,39 +1,30 @@
-"""Remembers which digests are in the store, a whole prompt at a time: a long one costs no Python per block."""
+"""Remembers which blocks are in the store, a whole prompt at a time: a long one costs no Python per block."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from ..kv.groups import Groups, Numbers
 from ..shmring import _atomics
 
 PLACES = 1 << 20  # a power of two, of 8 bytes each; a page of them is memory only once it is used
 NOTED_DIGESTS = 1 << 12  # that wait to be applied
+_MIX = 0x9E3779B97F4A7C16  # even, as the lowest bit of each key is 1
+_WORD = (1 << 64) - 1
 
 Keys = npt.NDArray[np.uint64]
-
-
-def joined(digests: list[bytes], start: int = 0, stop: int | None = None) -> Keys:
-    """Return the keys of these digests. Their other bytes are not touched."""
-    heads = _atomics.heads(digests, start, len(digests) if stop is None else stop)
-    keys: Keys = np.frombuffer(heads, "<u8") | np.uint64(1)
-    return keys
-
-
-def joined_names(names: list[bytes]) -> Keys:
-    """Return the keys of names with the number of a group in the last byte: equal digests of two groups differ."""
-    groups = np.fromiter((name[-1] for name in names), np.uint64, len(names))
-    keys: Keys = joined(names) ^ (groups * np.uint64(0x9E3779B97F4A7C16))
-    return keys
 
 
 class Known:
     """A bounded set of keys: each has one place, and a newer key there replaces it. What it forgot is saved once more.
 
-    Two digests that differ in other bits only would pass for each other: a block would not be saved, and no load errs.
+    Two blocks of a group whose digests differ behind their first 8 bytes only would pass for each other: a block would
+    not be saved, and no load errs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
         self.clear()
 
     def clear(self) -> None:
@@ -42,23 +33,51 @@ class Known:
         self._noted: list[tuple[list[bytes], int, int, int]] = []
         self._noted_digests = 0
 
-    def note(self, digests: list[bytes], start: int, found: int, stop: int) -> None:
-        """A look-up found digests [start, found) in the store, and not [found, stop). All have one size.
+    def keys(self, digests: list[bytes], group: int, blocks: range | Numbers) -> Keys:
+        """Return the keys of these blocks of a prompt. The other bytes of their digests are not touched."""
+        ratio = self._groups.ratio(group)
+        if isinstance(blocks, range):
+            heads = _atomics.heads(digests, (blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
+        else:
+            chosen = [digests[(block + 1) * ratio - 1] for block in blocks.tolist()]
+            heads = _atomics.heads(chosen, 0, len(chosen), 1)
+        keys: Keys = (np.frombuffer(heads, "<u8") | np.uint64(1)) ^ np.uint64(group * _MIX & _WORD)
+        return keys
+
+    @staticmethod
+    def of_names(names: list[bytes]) -> Keys:
+        """Return the keys of blocks with these names."""
+        groups = np.fromiter((name[-1] for name in names), np.uint64, len(names))
+        keys: Keys = np.frombuffer(_atomics.heads(names, 0, len(names), 1), "<u8") | np.uint64(1)
+        return keys ^ (groups * np.uint64(_MIX))
+
+    def note(self, digests: list[bytes], local: int, found: int, stop: int) -> None:
+        """A look-up of a prompt's blocks [local, stop) found the prefix of `found` blocks, and no longer one.
 
         Applied when somebody asks, many at once: each digest is an object to touch. The list may grow until then.
         """
-        self._noted.append((digests, start, found, stop))
+        self._noted.append((digests, local, found, stop))
         self._noted_digests += len(digests)  # the list is kept whole
         if self._noted_digests > NOTED_DIGESTS:
             self._apply()
 
     def _apply(self) -> None:
         noted, self._noted, self._noted_digests = self._noted, [], 0
-        for digests, start, found, _ in noted:
-            _atomics.mark(digests, start, found, True, self._places.data)
-        for digests, _, found, stop in noted:
+        unit, groups = self._groups.unit_tokens, self._groups.groups
+        for digests, local, found, _ in noted:
+            for group, blocks in enumerate(self._groups.items(local * unit, found * unit)):
+                self._mark(digests, group, blocks, known=True)
+        for digests, local, found, stop in noted:
             # Last: a block that one look-up missed may be saved once more, and is never left out.
-            _atomics.mark(digests, found, stop, False, self._places.data)
+            for group, rule in enumerate(groups):
+                first = max(local, found) * unit // rule.block_tokens
+                self._mark(digests, group, range(first, stop * unit // rule.block_tokens), known=False)
+
+    def _mark(self, digests: list[bytes], group: int, blocks: range, *, known: bool) -> None:
+        if blocks:
+            ratio = self._groups.ratio(group)
+            start, stop = (blocks.start + 1) * ratio - 1, blocks.stop * ratio
+            _atomics.mark(digests, start, stop, ratio, group * _MIX & _WORD, known, self._places.data)
 
     def add(self, keys: Keys) -> None:
         if self._noted:
@@ -78,9 +97,3 @@ class Known:
     def _at(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the place of each key; of another type NumPy would convert the indices first."""
         return (keys & self._mask).view(np.int64)
-
-    def __contains__(self, digest: bytes) -> bool:
-        if self._noted:
-            self._apply()
-        key = int.from_bytes(digest[:8], "little") | 1
-        return int(self._places[key & PLACES - 1]) == key

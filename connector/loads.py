@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..kv.groups import Groups
+import numpy as np
+
 from ..shmring._atomics import block_ids
 from .hints import Handle
 from .metadata import LoadOrder
@@ -69,11 +70,7 @@ class Loads:
         else:
             state.dispatch(stop)
         load_id, self._next_id = self._next_id, self._next_id + 1
-        if self._geometry.groups is None:
-            blocks = block_ids(allocated.blocks[self._geometry.group], answer.start, stop)
-            slots = answer.slots if count == answer.count else answer.slots[:count]
-        else:
-            blocks, slots = self._blocks(self._geometry.groups, answer, count, allocated.get_block_ids())
+        blocks, slots = self._blocks(answer, count, allocated.blocks)
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
         order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots)
         self._orders.append(tuple.__new__(LoadOrder, order))
@@ -85,20 +82,26 @@ class Loads:
         self._counters["load_blocks"] += count
 
     def _blocks(
-        self, groups: Groups, answer: Answer, count: int, tables: Sequence[Sequence[int]]
-    ) -> tuple[array[int], Sequence[int]]:
-        """Of several groups: the block ids to load, and the slots of each; nothing where vLLM's blocks are not ours."""
-        unit = self._geometry.block_tokens
+        self, answer: Answer, count: int, tables: Sequence[Sequence[Any]]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the ids of the blocks to load, and the slot of each; nothing where vLLM's blocks are not ours.
+
+        `tables`: vLLM's blocks of each group.
+        """
+        groups, unit = self._geometry.groups, self._geometry.block_tokens
+        start, stop, nothing = answer.start * unit, (answer.start + count) * unit, array("I")
         ids = array("I")
-        start, stop = answer.start * unit, (answer.start + count) * unit
         for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):
-            before = table[start // group.block_tokens : items.start]
-            ids.extend(table[items.start : items.stop])
-            if any(before):
-                return array("I"), array("I")  # the engine counts on blocks that nobody fills
-        if count != answer.count or len(ids) != len(answer.slots) or not all(ids):
-            return array("I"), array("I")
-        return ids, answer.slots
+            if any(block_ids(table, start // group.block_tokens, items.start)):
+                return nothing, nothing  # the engine counts on blocks that nobody fills
+            ids += block_ids(table, items.start, items.stop)
+        slots = answer.slots
+        if count != answer.count:
+            end = (answer.start + answer.count) * unit
+            slots = [slot for span in groups.spans(start, end, start, stop) for slot in slots[span.start : span.stop]]
+        if len(ids) != len(slots) or not np.frombuffer(ids, np.uint32).all():
+            return nothing, nothing
+        return ids, slots
 
     def take_orders(self) -> list[LoadOrder]:
         """The loads dispatched since the last call."""

@@ -1,10 +1,4 @@
-"""Namespace of a rank's blocks in the store: the prefix of their keys, and the fingerprint behind it.
-
-    [cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@]HASH
-
-Without the fingerprint's part this is, byte for byte, the key of vLLM's MooncakeStoreConnector.  The daemon adds the
-parts for the engine's user and for its weights since a reset (daemon/store/keys.py).
-"""
+"""Namespace of a rank's blocks in the store: the prefixes of their keys (kv/keys.py), and the fingerprint in them."""
 
 from __future__ import annotations
 
@@ -13,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..kv.keys import rank_prefix, with_fingerprint
 from . import fingerprint
 
 if TYPE_CHECKING:
@@ -20,25 +15,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvprefetch")
 
-_TP_RANK, _FIRST_GROUP = "@tp_rank:", "@group:0@"
-
 
 @dataclass(frozen=True)
 class RankKeys:
-    """`prefix` + the hash's hex digits is a key of vLLM's own connector, of a block of KV group 0.
+    """`prefixes`: those of vLLM's own connector for each KV group.
 
-    `tp_ranks`: that keys of each group name.  `replicas` ranks hold the same bytes of all groups under the same keys;
-    this one fills the save slots with slot % replicas == replica_index.
+    `replicas` ranks hold the same bytes of all groups under the same keys; this one fills the save slots with
+    slot % replicas == replica_index.
     """
 
-    prefix: str
+    prefixes: tuple[str, ...]
     replicas: int
     replica_index: int
-    tp_ranks: tuple[int, ...] = (0,)
 
-    def of(self, fingerprint: str) -> str:
-        """Return the prefix of keys that only engines with this fingerprint (hex digits) have."""
-        return f"{self.prefix}fp:{fingerprint}@"
+    def of(self, fingerprint: str) -> tuple[str, ...]:
+        """Return the prefixes of keys that only engines with this fingerprint (hex digits) have."""
+        return tuple(with_fingerprint(prefix, fingerprint) for prefix in self.prefixes)
 
     def saves(self, slot: int) -> bool:
         """Whether this rank copies the block that goes through this slot."""
@@ -48,29 +40,22 @@ class RankKeys:
 def rank_keys(
     *, model: str, tp_rank: int, pp_rank: int, replicas: Sequence[int] = (1,), cache_prefix: str = ""
 ) -> RankKeys:
-    """Keys of one rank, without context parallelism.
+    """Return the keys of one rank.
 
-    `model`: path or name as configured; `replicas`: for each KV group the number of neighbouring ranks that hold the
-    same bytes.  One number is a multiple of the other where they differ.
+    `replicas`: for each KV group the number of neighbouring ranks that hold the same bytes.  One number is a multiple
+    of the other where they differ.
     """
-    name = model.rstrip("/").split("/")[-1]
-    namespace = f"{cache_prefix}@" if cache_prefix else ""
-    tp_ranks = tuple(tp_rank // each for each in replicas)
-    prefix = f"{namespace}{name}{_TP_RANK}{tp_ranks[0]}@pcp0@dcp0@pp_rank:{pp_rank}{_FIRST_GROUP}"
-    return RankKeys(prefix, min(replicas), tp_rank % min(replicas), tp_ranks)
-
-
-def of_group(prefix: str, group: int, tp_rank: int) -> str:
-    """Return the prefix of another group's keys, with that group's rank, from that of group 0."""
-    before, _, rest = prefix.rpartition(_FIRST_GROUP)
-    name, _, ranks = before.rpartition(_TP_RANK)
-    return f"{name}{_TP_RANK}{tp_rank}{ranks[ranks.index('@') :]}@group:{group}@{rest}"
+    prefixes = tuple(
+        rank_prefix(model, tp_rank=tp_rank // each, pp_rank=pp_rank, group=group, cache_prefix=cache_prefix)
+        for group, each in enumerate(replicas)
+    )
+    return RankKeys(prefixes, min(replicas), tp_rank % min(replicas))
 
 
 class Namespace(NamedTuple):
     """`fingerprint` is empty for vLLM's own keys. `unknown`: the reason why there is no fingerprint."""
 
-    prefix: str
+    prefixes: tuple[str, ...]
     fingerprint: dict[str, str]
     unknown: str = ""
 
@@ -92,7 +77,7 @@ def fingerprinted(
 
 def vllms_own(keys: RankKeys) -> Namespace:
     """Return the namespace of vLLM's MooncakeStoreConnector, where no fingerprint keeps other engines out."""
-    return Namespace(keys.prefix, {})
+    return Namespace(keys.prefixes, {})
 
 
 def log_sharing(where: Namespace, *, first_rank: bool) -> None:
@@ -113,5 +98,5 @@ def log_sharing(where: Namespace, *, first_rank: bool) -> None:
             'kvprefetch: key_format is "vllm": every engine with keys that begin with %s shares the stored KV, and '
             "nothing checks that its KV is the same: give each kind of engine (weights, configuration, dtype, layout, "
             "parallel split) a cache_prefix of its own",
-            where.prefix,
+            where.prefixes[0],
         )

@@ -12,19 +12,18 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-    from .support import Geometry
+    from ..kv.groups import Groups
 
 
 class PrefixCache(LocalCache):
     """The engine's own prefix cache."""
 
-    def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
+    def __init__(self, manager: KVCacheManager, groups: Groups) -> None:
         self._manager, self._pool = manager, manager.block_pool
-        self._ratio = geometry.hashes_per_block
+        self._ratio = groups.groups[groups.first_full].block_tokens // groups.hash_tokens
         # What vLLM appends to a digest for the key of a group's block.
-        self._suffix, self._named = make_block_hash_with_group_id(BlockHash(b""), geometry.group), False
-        if (groups := geometry.groups) is not None:  # then a digest's last byte is the number of its group
-            self._ratio, self._named = groups.groups[geometry.group].block_tokens // groups.hash_tokens, True
+        self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), group) for group in range(len(groups))]
+        self._suffix = self._suffixes[groups.first_full]
 
     def tokens(self, request: Request) -> int:
         first = request.block_hashes[self._ratio - 1 : self._ratio]
@@ -37,8 +36,5 @@ class PrefixCache(LocalCache):
     def blocks(self) -> int:
         return len(self._pool.cached_block_hash_to_block)
 
-    def holds(self, block_id: int, digest: bytes) -> bool:
-        if self._named:
-            expected = make_block_hash_with_group_id(BlockHash(digest[:-1]), digest[-1])
-            return bool(self._pool.blocks[block_id].block_hash == expected)
-        return bool(self._pool.blocks[block_id].block_hash == digest + self._suffix)
+    def holds(self, block_id: int, name: bytes) -> bool:
+        return bool(self._pool.blocks[block_id].block_hash == name[:-1] + self._suffixes[name[-1]])

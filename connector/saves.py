@@ -8,18 +8,19 @@ so placeholders, drafts and rejected tokens never count.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kv.groups import Groups, Kind
+from ..kv.groups import Kind, Numbers
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
-from .hints import Handle
-from .known import Keys, Known, joined, joined_names
+from .known import Keys, Known
 from .metadata import SaveOrder
 from .request_state import RequestState
 from .session import SchedulerSession
@@ -35,17 +36,17 @@ class _Block(NamedTuple):
     """A full block to save. `event`: published once the block is stored."""
 
     block_id: int
-    digest: bytes
+    name: bytes
     event: Any
 
 
 @dataclass(slots=True)
 class Save:
-    """A dispatched save: its slots of `session` receive the blocks with these digests."""
+    """A dispatched save: its slots of `session` receive the blocks with these names."""
 
     session: SchedulerSession
     slots: list[int]
-    digests: list[bytes]
+    names: list[bytes]
     reset_generation: int
     ranks_left: int
     dropped: bool = False
@@ -62,8 +63,8 @@ class LocalCache:
         """Blocks that the cache holds at all."""
         return 0
 
-    def holds(self, block_id: int, digest: bytes) -> bool:
-        """Whether the cache has this block under this digest."""
+    def holds(self, block_id: int, name: bytes) -> bool:
+        """Whether the cache has this block under this name."""
         return False
 
 
@@ -80,8 +81,8 @@ class Saves:
         self.unsaved: dict[str, RequestState] = {}
         self.waiting: dict[int, Save] = {}
         self.left: deque[_Block] = deque()
-        self._known = Known()
-        # note_look_up(digests, start, found, stop): a finished look-up found [start, found), and not [found, stop).
+        self._known = Known(geometry.groups)
+        # note_look_up(digests, local, found, stop): a finished look-up of blocks [local, stop) found `found` of them.
         self.note_look_up = self._known.note
         self.copied: deque[tuple[int, Save]] = deque()
         self._next_id = 1
@@ -99,10 +100,9 @@ class Saves:
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
         scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
-        if (groups := self._geometry.groups) is not None:
-            offered = self._offered(groups, output.kv_connector_block_state.boundary_state_offloads)
-            if offered and (order := self._plan_states(session, offered)) is not None:
-                yield order
+        offers = output.kv_connector_block_state.boundary_state_offloads
+        if offers and (offered := self._offered(offers)) and (order := self._plan_states(session, offered)) is not None:
+            yield order
         for request_id, state in list(self.unsaved.items()):
             tokens, saved = scheduled.get(request_id), state.saved
             if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
@@ -115,13 +115,13 @@ class Saves:
         if (order := self.plan_left(session, cache)) is not None:
             yield order
 
-    def _offered(self, groups: Groups, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[_Block]:
+    def _offered(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[_Block]:
         """Return the states to save of those that vLLM offers: group, block and the tokens of its prefix.
 
         This step completes them, and vLLM never writes to their blocks again while its cache names them.  Of tokens
         that a request generated the other groups' blocks are not saved either.
         """
-        found: dict[bytes, _Block] = {}
+        found, groups = dict[bytes, _Block](), self._geometry.groups
         for request_id, blocks in offers.items():
             if (state := self.unsaved.get(request_id)) is None or state.tainted:
                 continue
@@ -129,9 +129,8 @@ class Saves:
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
                     name = bytes(state.request.block_hashes[tokens // groups.hash_tokens - 1]) + bytes([group])
                     if not self._knows(name):
-                        number, events = tokens // groups.groups[group].block_tokens - 1, self._events
-                        event = None if events is None else events.describe(state.request, number, group)
-                        found[name] = _Block(block_id, name, event)
+                        number = tokens // groups.groups[group].block_tokens - 1
+                        found[name] = _Block(block_id, name, self._event(state.request, number, group))
         return [*found.values()]
 
     def _plan_states(self, session: SchedulerSession, offered: list[_Block]) -> SaveOrder | None:
@@ -172,83 +171,64 @@ class Saves:
     def _wanted(
         self, state: RequestState, blocks: range, block_ids: Sequence[Sequence[int]], room: int
     ) -> tuple[list[tuple[int, _Block]], int]:
-        """Return up to `room` numbered blocks that are not known to be stored, and where the search ended.
+        """Return up to `room` blocks that are not known to be stored, each with its number, and where the search ended.
 
-        `block_ids`: of each of vLLM's groups.  With several groups a number stands for all blocks that end there.
+        `block_ids`: of each of vLLM's groups.  A number stands for the blocks of all groups that end there.  Those of
+        full attention come last: they stay, and vLLM gives up a window's block soon after its end.
         """
-        if self._geometry.groups is not None:
-            return self._wanted_of(self._geometry.groups, state, blocks, block_ids, room)
-        request, ratio = state.request, self._geometry.hashes_per_block
-        table = block_ids[self._geometry.group]
-        wanted: list[tuple[int, _Block]] = []
-        digests = request.block_hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
-        for at in np.flatnonzero(~self._known.holds(joined(digests))).tolist():
-            number = blocks.start + at
-            if table[number] != NULL_BLOCK:
-                if len(wanted) >= room:
-                    return wanted, number
-                event = None if self._events is None else self._events.describe(request, number)
-                wanted.append((number, _Block(table[number], bytes(digests[at]), event)))
-        return wanted, blocks.stop
-
-    def _wanted_of(
-        self,
-        groups: Groups,
-        state: RequestState,
-        blocks: range,
-        block_ids: Sequence[Sequence[int]],
-        room: int,
-    ) -> tuple[list[tuple[int, _Block]], int]:
-        """`_wanted` of several groups; an item is named by its digest and, in a last byte, the number of its group.
-
-        Of full attention come the last ones: they stay, and vLLM gives up a window's block soon after its end.
-        """
-        unit, found, events = groups.unit_tokens, list[tuple[int, int, int, bytes]](), self._events
+        groups, unit = self._geometry.groups, self._geometry.block_tokens
         chosen = groups.saved(blocks.start * unit, blocks.stop * unit, state.prefill_tokens, self._geometry.retention)
+        others, full = list[tuple[int, int, int]](), list[Iterator[tuple[int, int, int]]]()
         for group, numbers in enumerate(chosen):
-            size, table, last = groups.groups[group].block_tokens, block_ids[group], bytes([group])
-            found += (
-                (number * size // unit, group, number, bytes(state.request.block_hashes[at]) + last)
-                for number, at in zip(numbers.tolist(), groups.digests(group, numbers).tolist(), strict=True)
-                if table[number] != NULL_BLOCK
-            )
-        # Stable: the blocks of a group stay in order.
-        found.sort(key=lambda each: (groups.groups[each[1]].kind is Kind.FULL, each[0]))
+            unknown = self._unknown(state.request.block_hashes, group, numbers, block_ids[group])
+            if groups.groups[group].kind is Kind.FULL:
+                full.append(unknown)
+            else:
+                others += unknown
         wanted, end = list[tuple[int, _Block]](), blocks.stop
-        for index in np.flatnonzero(~self._known.holds(self._keys([name for *_, name in found]))).tolist():
-            at, group, number, name = found[index]
-            if len(wanted) >= room:
+        for at, group, number in chain(sorted(others), heapq.merge(*full)):
+            if len(wanted) < room:
+                digest = state.request.block_hashes[(number + 1) * groups.ratio(group) - 1]
+                event = self._event(state.request, number, group)
+                wanted.append((at, _Block(block_ids[group][number], bytes(digest) + bytes([group]), event)))
+            else:
                 end = min(end, at)
-                continue
-            event = None if events is None else events.describe(state.request, number, group)
-            wanted.append((at, _Block(block_ids[group][number], name, event)))
+                if groups.groups[group].kind is Kind.FULL:
+                    break  # those behind it come later in the prompt
         return wanted, end
+
+    def _unknown(
+        self, digests: list[bytes], group: int, numbers: range | Numbers, table: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield those of a group's blocks that are held and not known to be stored, each with its group and place."""
+        size, unit = self._geometry.groups.groups[group].block_tokens, self._geometry.block_tokens
+        for at in np.flatnonzero(~self._known.holds(self._known.keys(digests, group, numbers))).tolist():
+            number = int(numbers[at])
+            if table[number] != NULL_BLOCK:
+                yield number * size // unit, group, number
 
     def _held_blocks(self, block_ids: Sequence[Sequence[int]]) -> int:
         """Return how many blocks the tables of all groups reach."""
-        geometry = self._geometry
-        if geometry.groups is None:
-            return len(block_ids[geometry.group])
-        tables = zip(geometry.groups.groups, block_ids, strict=True)
-        return min(len(table) * group.block_tokens for group, table in tables) // geometry.block_tokens
-
-    def _keys(self, names: list[bytes]) -> Keys:
-        return joined(names) if self._geometry.groups is None else joined_names(names)
+        tables = zip(self._geometry.groups.groups, block_ids, strict=True)
+        return min(len(table) * group.block_tokens for group, table in tables) // self._geometry.block_tokens
 
     def _knows(self, name: bytes) -> bool:
-        return bool(self._known.holds(self._keys([name]))[0])
+        return bool(self._known.holds(Known.of_names([name]))[0])
+
+    def _event(self, request: Any, block: int, group: int) -> Any:
+        return None if self._events is None else self._events.describe(request, block, group)
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
         """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
-        most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].digest))
+        most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].name))
         slots = session.credits.take(min(len(blocks), most))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = Save(session, slots, [block.digest for block in taken], self._generation, self._geometry.world_size)
+        save = Save(session, slots, [block.name for block in taken], self._generation, self._geometry.world_size)
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.save(save_id, slots, [block.event for block in taken])
-        self.note_stored(self._keys(save.digests))
+        self.note_stored(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
         return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
@@ -277,9 +257,9 @@ class Saves:
         chosen: list[_Block] = []
         while self.left and len(chosen) < room:
             block = self.left.popleft()
-            if self._knows(block.digest):
+            if self._knows(block.name):
                 continue
-            if cache.holds(block.block_id, block.digest):
+            if cache.holds(block.block_id, block.name):
                 chosen.append(block)
             else:
                 self._counters["save_blocks_unsaved"] += 1
@@ -324,7 +304,7 @@ class Saves:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
         for save in (*self.waiting.values(), *(save for _, save in self.copied)):
             save.dropped = True
-            self.note_absent(self._keys(save.digests))
+            self.note_absent(Known.of_names(save.names))
         self.forget_left()
 
     def flush(self) -> None:
@@ -332,27 +312,16 @@ class Saves:
         while self.copied:
             save_id, save = self.copied[0]
             dropped = save.dropped or save.reset_generation < self._generation
-            digests = [] if dropped else save.digests
-            record = encode_saved(Saved(save_id, save.reset_generation, dropped, save.slots, digests))
+            names = [] if dropped else save.names
+            record = encode_saved(Saved(save_id, save.reset_generation, dropped, save.slots, names))
             if not save.session.producer.push(RecordKind.SAVED, record):
                 return
             self.copied.popleft()
             if dropped:
-                self.note_absent(self._keys(save.digests))
+                self.note_absent(Known.of_names(save.names))
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
-
-    def note_prefix(self, groups: Groups, handle: Handle, found: int) -> None:
-        """A look-up of a hint to several groups found this many blocks."""
-        unit, digests = groups.unit_tokens, handle.digests
-        local = handle.local_blocks * unit
-        there, all_blocks = groups.items(local, found * unit), groups.wanted(local, local, handle.blocks * unit)
-        for group, (items, blocks) in enumerate(zip(there, all_blocks, strict=True)):
-            after = blocks[blocks >= found * unit // groups.groups[group].block_tokens]
-            for note, numbers in ((self.note_stored, items), (self.note_absent, after)):
-                at = groups.digests(group, numbers)
-                note(self._keys([digests[i] + bytes([group]) for i in at.tolist()]))
 
     def note_stored(self, keys: Keys) -> None:
         """These are in the store or on their way: they are not copied again."""

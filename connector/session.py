@@ -44,7 +44,7 @@ class SchedulerSession:
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
         self.epoch = layout.epoch
-        self.layout, self.table_entries = layout, layout.table_entries
+        self.layout = layout
         self.words = Words(segment.buffer)
         self.flags = FlagTable(segment.buffer, self.words, layout)
         self.allocator = FlagAllocator(self.flags)

@@ -6,12 +6,13 @@ import socket
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
-from ..shmring.wire.records import PROTOCOL, hint_bytes
+from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
 from . import compat, groups
 from .namespace import RankKeys, rank_keys
 from .resets import Weights
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ..kv.groups import Group, Groups
     from .metadata import KVPrefetchNode
 
-# The longest digest vLLM's hash algorithms make is 32 bytes; the record's field allows 64.
-MAX_HASH_BYTES = 64
 # Of the running kernel: containers of one node have the same one. See random(4).
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
@@ -34,13 +33,11 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 class Geometry:
     """Numbers of one engine. Sizes in tokens or bytes; `block_bytes` is one rank's share of a block.
 
-    `max_running`: requests that run at a time. `spec_kinds`: of each group the kind of cache and the window in vLLM's
-    KV events.
+    A block is the unit of all KV groups.  `max_running`: requests that run at a time.  `spec_kinds`: of each group the
+    kind of cache and the window in vLLM's KV events.  `retention`: vLLM's prefix_cache_retention_interval.
     """
 
-    block_tokens: int
-    hashes_per_block: int
-    group: int
+    groups: Groups
     world_size: int
     block_bytes: int
     max_blocks: int
@@ -52,10 +49,15 @@ class Geometry:
     spec_kinds: tuple[tuple[str, int | None], ...]
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
-    # Rules of the KV groups; None: one group of full attention.
-    groups: Groups | None = None
-    # vLLM's prefix_cache_retention_interval.
     retention: int | None = None
+
+    @cached_property
+    def block_tokens(self) -> int:
+        return self.groups.unit_tokens
+
+    @cached_property
+    def hashes_per_block(self) -> int:
+        return self.groups.unit_tokens // self.groups.hash_tokens
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -176,7 +178,7 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         raise _refused(f"{error}{advice}") from None
 
 
-def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups | None:
+def _rules(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -196,19 +198,15 @@ def drafted_tokens(vllm_config: VllmConfig) -> int:
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
     """The numbers of a configuration that `check` accepted."""
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     transfer, rules = vllm_config.kv_transfer_config, _rules(vllm_config, kv_cache_config)
     return Geometry(
-        block_tokens=block_tokens,
-        hashes_per_block=block_tokens // hash_tokens,
-        group=0 if rules is None else rules.first_full,
+        groups=rules,
         world_size=vllm_config.parallel_config.world_size,
         # All layers of all blocks lie in one allocation, whose size each of its tensors names.
         block_bytes=kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks,
-        max_blocks=max(1, vllm_config.model_config.max_model_len // block_tokens),
+        max_blocks=max(1, vllm_config.model_config.max_model_len // rules.unit_tokens),
         max_running=vllm_config.scheduler_config.max_num_seqs,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
@@ -219,8 +217,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometr
         ),
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
-        groups=rules,
-        retention=None if rules is None else kv_cache_config.prefix_cache_retention_interval,
+        retention=kv_cache_config.prefix_cache_retention_interval,
     )
 
 
@@ -294,14 +291,12 @@ def hash_probe(algorithm: str) -> str:
 
 def scheduler_hello(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    digests = names = blocks = geometry.max_blocks
-    if (rules := geometry.groups) is not None:
-        digests, names = blocks * geometry.hashes_per_block, rules.names(blocks)
+    blocks, rules = geometry.max_blocks, geometry.groups
     wants = SchedulerInfo(
         max_blocks=blocks,
-        max_hint_bytes=hint_bytes(digests, MAX_HASH_BYTES, names),
-        groups=[] if rules is None else [_told(each) for each in rules.groups],
-        hash_tokens=1 if rules is None else rules.hash_tokens,
+        max_hint_bytes=hint_bytes(blocks * geometry.hashes_per_block, MAX_HASH_BYTES, rules.names(blocks)),
+        groups=[_told(each) for each in rules.groups],
+        hash_tokens=rules.hash_tokens,
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),
@@ -335,8 +330,6 @@ def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
         "engine_id": vllm_config.kv_transfer_config.engine_id,
         "incarnation": incarnation(vllm_config),
         "world_size": geometry.world_size,
-        "groups": 1 if geometry.groups is None else len(geometry.groups.groups),
-        "block_tokens": geometry.block_tokens,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kv.groups import Groups
 from .copies import Copies, Copy, checked
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
@@ -37,8 +38,11 @@ class _Batch:
 class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
-    def __init__(self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies) -> None:
+    def __init__(
+        self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies, groups: Groups
+    ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
+        self._in_part = groups.partial  # what of a load that failed came before its first bad block may be used
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -89,8 +93,9 @@ class WorkerSide:
     def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
         # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
         log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
-        self._failed_blocks.update(order.block_ids)
-        if order.asynchronous:
+        if self._in_part:
+            self._failed_blocks.update(order.block_ids)
+        else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous
             self._failed_requests.add(order.request_id)
         batch.failed_loads.append(order.load_id)
 

@@ -14,9 +14,11 @@ Blocks of a group are numbered from 0.  An item is one block of one group; the o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ import numpy.typing as npt
 from . import MAX_GROUPS
 
 Numbers = npt.NDArray[np.int64]
+_T = TypeVar("_T", int, Numbers)
 
 
 class Kind(str, Enum):
@@ -31,6 +34,17 @@ class Kind(str, Enum):
     WINDOW = "window"
     CHUNK = "chunk"
     STATE = "state"
+
+
+class Told(Protocol):
+    """A group's rules in a message (GroupInfo)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def window_tokens(self) -> int: ...
 
 
 class Group(NamedTuple):
@@ -45,7 +59,7 @@ class Group(NamedTuple):
         """Blocks of a window, before a token at the begin of a block."""
         return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
 
-    def first(self, tokens: Numbers) -> Numbers:
+    def first(self, tokens: _T) -> _T:
         """Return the first block that each prefix needs, negative ones for none before the first.
 
         `tokens`: multiples of the block's.  A prefix needs all blocks from there to its end.
@@ -58,25 +72,43 @@ class Group(NamedTuple):
         return ends - 1 if self.kind is Kind.STATE else ends * 0
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)
+class Groups:
     """All groups of an engine. `hash_tokens`: of one digest of the prompt; a block's digest is that of its end."""
 
     groups: tuple[Group, ...]
     hash_tokens: int
 
-    @property
+    @classmethod
+    def told(cls, rules: Iterable[Told], hash_tokens: int) -> Groups:
+        """Return the groups that an engine told of, unchecked."""
+        return cls(tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in rules), hash_tokens)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @cached_property
     def unit_tokens(self) -> int:
         """Prefixes are multiples of it."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
-    @property
+    @cached_property
+    def partial(self) -> bool:
+        """Whether each leading part of a prefix is a prefix, too: of one group of full attention."""
+        return len(self.groups) == 1
+
+    @cached_property
     def first_full(self) -> int:
         """Return the number of the first group that needs all its blocks."""
         return next(number for number, group in enumerate(self.groups) if group.kind is Kind.FULL)
 
     def names(self, blocks: int) -> int:
         """Return how many blocks all groups have in so many blocks of `unit_tokens`; a prefix needs some of them."""
-        return blocks * sum(self.unit_tokens // group.block_tokens for group in self.groups)
+        return blocks * self._names
+
+    @cached_property
+    def _names(self) -> int:
+        return sum(self.unit_tokens // group.block_tokens for group in self.groups)
 
     def check(self) -> None:
         """Raise ValueError, in one line, for groups that are not served."""
@@ -104,10 +136,9 @@ class Groups(NamedTuple):
                     f"unit_tokens={self.unit_tokens}"
                 )
 
-    def digests(self, group: int, blocks: Numbers | range) -> Numbers:
-        """Return where, among the prompt's digests, those of these blocks of a group are."""
-        ratio = self.groups[group].block_tokens // self.hash_tokens
-        return (np.asarray(blocks, dtype=np.int64) + 1) * ratio - 1
+    def ratio(self, group: int) -> int:
+        """Return how many digests of the prompt a block of this group has: its own one is the last of them."""
+        return self.groups[group].block_tokens // self.hash_tokens
 
     def wanted(self, local: int, above: int, usable: int) -> list[Numbers]:
         """Return, for each group, the blocks that some prefix of more than `above`, up to `usable` tokens, needs.
@@ -166,13 +197,27 @@ class Groups(NamedTuple):
 
     def items(self, local: int, tokens: int) -> list[range]:
         """Return, for each group, the blocks to load for a prefix of `tokens`. Both are multiples of the unit."""
-        found = []
-        for group in self.groups:
-            first, end = int(group.first(np.array([tokens]))[0]), tokens // group.block_tokens
-            found.append(range(max(local // group.block_tokens, first, 0), end) if tokens > local else range(0))
+        if tokens <= local:
+            return [range(0)] * len(self.groups)
+        return [
+            range(max(local // group.block_tokens, group.first(tokens), 0), tokens // group.block_tokens)
+            for group in self.groups
+        ]
+
+    def spans(self, local: int, staged: int, start: int, stop: int) -> list[range]:
+        """Return which entries of a prefix's slot table are those of the blocks to load for tokens [start, stop).
+
+        The table has the `items` of a prefix of `staged` tokens, group by group.  Nothing for groups that need none.
+        """
+        found, at = list[range](), 0
+        for items, needed in zip(self.items(local, staged), self.items(start, stop), strict=True):
+            first, end = max(needed.start, items.start), min(needed.stop, items.stop)
+            if first < end:
+                found.append(range(at + first - items.start, at + end - items.start))
+            at += len(items)
         return found
 
-    def saved(self, before: int, after: int, prefill: int, retention: int | None) -> list[Numbers]:
+    def saved(self, before: int, after: int, prefill: int, retention: int | None) -> list[range | Numbers]:
         """Return, for each group, the blocks to save when a request has the KV of `after` tokens, before of `before`.
 
         Of windows a later request needs only the last blocks before a point at which it goes on.  `prefill`: tokens
@@ -181,19 +226,19 @@ class Groups(NamedTuple):
         each multiple of it.  States are never saved this way: vLLM names their blocks when they are complete.
         """
         unit = self.unit_tokens
-        found = []
+        found = list[range | Numbers]()
         for group in self.groups:
             block = group.block_tokens
-            blocks: Numbers = np.arange(before // unit * unit // block, after // unit * unit // block)
-            if group.kind is Kind.STATE:
-                blocks = blocks[:0]
-            elif group.kind is Kind.WINDOW:
+            first, stop = before // unit * unit // block, after // unit * unit // block
+            if group.kind is Kind.WINDOW:
+                blocks: Numbers = np.arange(first, stop)
                 end = (prefill - 1) // unit * unit // block
                 kept = (blocks >= end - group.window_blocks) & (blocks < end) & (retention is not None)
                 if step := (unit if retention is None else retention) // block:
                     kept |= blocks % step >= step - group.window_blocks
-                blocks = blocks[kept]
-            found.append(blocks)
+                found.append(blocks[kept])
+            else:
+                found.append(range(first, first if group.kind is Kind.STATE else stop))
         return found
 
     def _prefixes(self, local: int, usable: int) -> Numbers:

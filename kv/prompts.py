@@ -1,119 +1,172 @@
-"""The prompt of a request of an engine with several KV groups: what to ask the store for next, which prefix to stage.
+"""A prompt's blocks: their names, what is known of each, what to ask the store for next, and which prefix to stage.
 
-Each group needs blocks of its own, so a prefix is of use only whole.  A block is named by its digest and, in a last
-byte, the number of its group.  Pure.
+A block's name is its digest and, in a last byte, the number of its KV group.  Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from itertools import compress
-from typing import NamedTuple
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .groups import Groups, Kind, Numbers
 
-Bits = npt.NDArray[np.bool_]
-# What is known of a block.  All but the first may be there.
+# What is known of a block.  All but the first, which is 0, may be there.
 ABSENT, UNKNOWN, MEMORY, DISK = range(4)
+_NOT = bytes.maketrans(b"\0\1", b"\1\0")
+_ON_DISK = bytes(state == DISK for state in range(256))
 SLICE = 1024  # names that are looked at together
 GIVE_UP_SLICES = 16  # that are looked for in staging while the store does not answer
 
 
 class Choice(NamedTuple):
-    """A prefix to stage: `names` of its blocks joined, in the slot table's order; `blocks` are those of the flag.
+    """The longest prefix there is: the first `entries` of `names`, which are joined, in the slot table's order.
 
-    `on_disk`: a byte per block, 1 for one that lies only on disk.  `missing`: a block that the next longer prefix
-    lacks; empty where none is known.
+    `blocks`: those of the flag, in the unit of all groups.  `on_disk`: a byte for each, 1 for a block on disk alone.
+    `missing`: a block that the next longer prefix lacks; empty where none is known.
     """
 
-    names: bytes
-    name_bytes: int
+    names: bytes | bytearray
+    entries: int
     blocks: int
     on_disk: bytes
     missing: bytes
 
 
+class _Question(NamedTuple):
+    """Blocks of a group, in a range or one by one; `asked`: how many are not staged, and which."""
+
+    number: int
+    blocks: range | Numbers
+    asked: int
+    mask: bytes
+
+
 class Prompt:
-    """A prompt's digests, and what is known of each group's blocks behind the local ones.
+    """What is known of each group's blocks of a prompt, behind the local ones, from which blocks are counted here.
 
     Questions come in slices: first of full attention, up to its first absent block, then of the other groups, what the
     longest prefix that may be there needs.  Each time that this is not there, more of the shorter ones is asked for.
+
+    With several groups a prefix is of use with all its blocks alone: a shorter one needs other blocks.  With one each
+    leading part is a prefix, too, and `names` has all blocks from the beginning.
     """
 
-    def __init__(
-        self, groups: Groups, hashes: bytes, blocks: range, *, room: int, staged: Callable[[bytes], bool]
-    ) -> None:
-        """`blocks`: those of the unit that are not local.  `room`: blocks that can be staged at a time.
+    __slots__ = (
+        "_asked",
+        "_bases",
+        "_chosen",
+        "_digests",
+        "_end",
+        "_entries",
+        "_full",
+        "_groups",
+        "_known",
+        "_local",
+        "_room",
+        "_staged",
+        "_width",
+        "local_blocks",
+        "name_bytes",
+        "names",
+    )
 
-        `staged`: whether a block is in staging, or on its way: then the store is not asked for it.
+    def __init__(
+        self, groups: Groups, hashes: bytes | memoryview, blocks: range, *, room: int, staged: Callable[[bytes], bool]
+    ) -> None:
+        """`hashes`: the prompt's digests, joined, which are copied.  `blocks`: of the unit, those that are not local.
+
+        `room`: how many blocks of several groups can be staged at a time.  `staged`: whether a block is in staging, or
+        on its way: then the store is not asked for it.
         """
         unit = groups.unit_tokens
         self._groups, self._staged, self._room = groups, staged, room
         self.local_blocks, self._local, usable = blocks.start, blocks.start * unit, blocks.stop * unit
-        count = usable // groups.hash_tokens
-        self._digests: npt.NDArray[np.uint8] = np.frombuffer(hashes, np.uint8).reshape(count, len(hashes) // count)
+        size = len(hashes) * groups.hash_tokens // usable
+        self.name_bytes = size + 1
+        self._digests: npt.NDArray[Any] | None = np.frombuffer(hashes, _type_of_names(size)["digest"])
+        self.names = bytearray()
         self._bases = [self._local // group.block_tokens for group in groups.groups]
-        self._known: list[npt.NDArray[np.uint8]] = [
-            np.full(usable // group.block_tokens - base, UNKNOWN, np.uint8)
+        self._known = [
+            bytearray(b"\1") * (usable // group.block_tokens - base)
             for group, base in zip(groups.groups, self._bases, strict=True)
         ]
-        # How many blocks are known of each group of full attention.
-        self._full = {number: 0 for number, each in enumerate(groups.groups) if each.kind is Kind.FULL}
-        most = max(0, room) // sum(unit // groups.groups[number].block_tokens for number in self._full)
-        self._end = min(usable, self._local + most * unit)  # of the longest prefix that may be there
+        # Of each group of full attention: how many blocks were asked for, or are staged.
+        self._full = {number: 0 for number, group in enumerate(groups.groups) if group.kind is Kind.FULL}
+        self._end = usable  # of the longest prefix that may be there
+        if groups.partial:
+            self.names, self._digests = self._joined(0, range(len(self._known[0]))), None
+        else:
+            self._digests = self._digests.copy()
+            most = max(0, room) // sum(unit // groups.groups[number].block_tokens for number in self._full)
+            self._end = min(usable, self._local + most * unit)
         self._width = unit  # tokens: of prefixes that are shorter by less, blocks are asked for with its own
-        # The last question: blocks of a group, and which of them are not staged.
-        self._asked: list[tuple[int, Numbers, Bits]] = []
+        self._asked: list[_Question] = []
         self._chosen = self._local
+        self._entries = 0
 
     # --- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def partial(self) -> bool:
+        """Whether each leading part of the chosen blocks is a prefix, too."""
+        return self._groups.partial
+
+    @property
+    def settled(self) -> bool:
+        """Whether the longest prefix is known, without a look at what is staged by now."""
+        return not self._wanted(1)
 
     def next(self, most: int) -> list[bytes]:
         """Return up to `most` names to ask the store for; none once the longest prefix is known."""
         while wanted := self._wanted(most):
-            names = list[bytes]()
+            asked = list[bytes]()
             self._asked = []
-            for number, some in wanted:
-                if not len(blocks := some[: most - len(names)]):
-                    break
-                question = self._names(number, blocks)
-                asked = np.array([not self._staged(name) for name in question], np.bool_)
-                self._asked.append((number, blocks, asked))
-                names += compress(question, asked)
-            if names:
-                return names
+            for number, blocks in wanted:
+                names = self._names(number, blocks[: most - len(asked)])
+                mask = bytes(map(self._staged, names)).translate(_NOT)
+                count = mask.count(1)
+                self._asked.append(_Question(number, blocks[: len(names)], count, mask))
+                asked += names if count == len(names) else compress(names, mask)
+            if asked:
+                return asked
             self.found(b"", b"")
         return []
 
     def found(self, present: bytes, on_disk: bytes) -> None:
         """Take a byte for each name that `next` returned last; names without a byte are absent."""
         at, questions, self._asked = 0, self._asked, []
-        for number, blocks, asked in questions:
-            size = int(asked.sum())
-            parts = (each[at : at + size].ljust(size, b"\0") for each in (present, on_disk))
-            there, disk = (np.frombuffer(each, np.bool_) for each in parts)
-            self._known[number][blocks] = MEMORY
-            self._known[number][blocks[asked]] = np.where(there, np.where(disk, DISK, MEMORY), ABSENT)
+        for number, blocks, count, mask in questions:
+            part = slice(at, at + count)
+            there, disk = int.from_bytes(present[part], "little"), int.from_bytes(on_disk[part], "little")
+            states = (MEMORY * there + (DISK - MEMORY) * (there & disk)).to_bytes(count, "little")  # byte by byte
+            if count < len(mask):
+                rest = iter(states)
+                states = bytes(next(rest) if asked else MEMORY for asked in mask)
+            self._enter(number, blocks, states)
             if number in self._full:
-                self._full[number] = int(blocks[-1]) + 1
-                self._shorten(number, blocks)
-            at += size
-        if questions and questions[0][0] not in self._full:
+                self._full[number] += len(states)
+            at += count
+        if questions and questions[0].number not in self._full:
             self._widen()
 
+    def holds(self, count: int) -> None:
+        """So many leading blocks are pinned in staging."""
+        self._known[0][:count] = bytes([MEMORY]) * count
+        self._full[0] = count
+
     def lost(self, blocks: range) -> None:
-        """These of the chosen blocks, in the slot table's order, will not come, but for those that are staged."""
+        """These of the chosen blocks will not come, but for those that are staged."""
         at = 0
-        for number, items in enumerate(self._groups.items(self._local, self._chosen)):
+        for number, items in enumerate(self._items(self._chosen)):
             some = items[max(blocks.start - at, 0) : max(blocks.stop - at, 0)]
-            lost: Numbers = np.arange(some.start, some.stop) - self._bases[number]
-            gone = lost[np.array([not self._staged(name) for name in self._names(number, lost)], np.bool_)]
-            self._known[number][gone] = ABSENT
-            if number in self._full:
-                self._shorten(number, gone)
+            states = bytes(MEMORY if self._staged(name) else ABSENT for name in self._names(number, some))
+            self._enter(number, some, states)
             at += len(items)
 
     def give_up(self) -> None:
@@ -124,15 +177,28 @@ class Prompt:
             self.found(b"", b"")
         self._end = self._local
 
-    def _wanted(self, most: int) -> list[tuple[int, Numbers]]:
-        """Return unknown blocks to ask for, by group, counted from the local ones; none once `_end` is the answer."""
+    def _enter(self, number: int, blocks: range | Numbers, states: bytes) -> None:
+        """Note what is known of these blocks. The longest prefix ends before an absent one of full attention."""
+        if isinstance(blocks, range):
+            self._known[number][blocks.start : blocks.stop] = states
+        else:
+            np.frombuffer(self._known[number], np.uint8)[blocks] = np.frombuffer(states, np.uint8)
+        if number in self._full and (absent := states.find(ABSENT)) >= 0:
+            unit, block = self._groups.unit_tokens, self._groups.groups[number].block_tokens
+            self._end = min(self._end, (blocks[absent] + self._bases[number]) * block // unit * unit)
+
+    def _wanted(self, most: int) -> list[tuple[int, range]] | list[tuple[int, Numbers]]:
+        """Return unknown blocks to ask for, by group; none once `_end` is the answer."""
         for number, first in self._full.items():
             stop = self._end // self._groups.groups[number].block_tokens - self._bases[number]
             if first < stop:
-                return [(number, np.arange(first, min(first + most, stop)))]
+                return [(number, range(first, min(first + most, stop)))]
+        if len(self._full) == len(self._known):
+            return []
         while self._end > self._local:
             above, width = max(self._local, self._end - self._width), self._width
-            self._end = self._groups.longest(self._local, above, self._end, self._known, self._room)
+            there = [np.frombuffer(known, np.uint8) for known in self._known]
+            self._end = self._groups.longest(self._local, above, self._end, there, self._room)
             if self._end == above:
                 self._widen()
             elif self._unknown(self._end - self._groups.unit_tokens):
@@ -144,11 +210,12 @@ class Prompt:
     def _unknown(self, above: int) -> list[tuple[int, Numbers]]:
         """Return the unknown blocks that prefixes of more than `above` tokens, up to `_end`, need."""
         found = []
-        for number, blocks in enumerate(self._groups.wanted(self._local, above, self._end)):
+        for number, wanted in enumerate(self._groups.wanted(self._local, above, self._end)):
             if number not in self._full:
-                at = blocks - self._bases[number]
-                if len(at := at[self._known[number][at] == UNKNOWN]):
-                    found.append((number, at))
+                blocks = wanted - self._bases[number]
+                blocks = blocks[np.frombuffer(self._known[number], np.uint8)[blocks] == UNKNOWN]
+                if len(blocks):
+                    found.append((number, blocks))
         return found
 
     def _widen(self) -> None:
@@ -156,13 +223,6 @@ class Prompt:
         unit = self._groups.unit_tokens
         others = self._groups.names(1) - len(self._full)
         self._width = min(4 * self._width, max(1, SLICE // max(1, others)) * unit)
-
-    def _shorten(self, number: int, blocks: Numbers) -> None:
-        """End the longest prefix before the first of these blocks of full attention that is absent."""
-        absent = blocks[self._known[number][blocks] == ABSENT]
-        if len(absent):
-            tokens = (int(absent[0]) + self._bases[number]) * self._groups.groups[number].block_tokens
-            self._end = min(self._end, tokens // self._groups.unit_tokens * self._groups.unit_tokens)
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
@@ -173,42 +233,67 @@ class Prompt:
 
     def choose(self) -> Choice:
         """Return the longest prefix there is, once `next` has no more names."""
-        self._chosen = self._end
-        names, on_disk = bytearray(), bytearray()
-        for number, items in enumerate(self._groups.items(self._local, self._chosen)):
-            blocks = np.arange(items.start, items.stop) - self._bases[number]
-            names += self._joined(number, blocks)
-            on_disk += (self._known[number][blocks] == DISK).tobytes()
-        shown = self._chosen // self._groups.unit_tokens
-        return Choice(bytes(names), self._digests.shape[1] + 1, shown, bytes(on_disk), self._missing())
+        self._chosen, items = self._end, self._items(self._end)
+        self._entries = sum(map(len, items))
+        names = self.names
+        if self._digests is not None:
+            names = bytearray().join(self._joined(number, some) for number, some in enumerate(items))
+        known = b"".join(self._known[number][some.start : some.stop] for number, some in enumerate(items))
+        blocks = self._chosen // self._groups.unit_tokens
+        return Choice(names, self._entries, blocks, known.translate(_ON_DISK), self._missing())
+
+    def shown(self, ready: int) -> int:
+        """Return the blocks of the flag of which all is staged, once so many leading ones of the chosen blocks are."""
+        if self.partial:
+            return self.local_blocks + ready
+        return self._chosen // self._groups.unit_tokens if ready == self._entries else self.local_blocks
+
+    def in_blocks(self, count: int) -> int:
+        """Return so many of the chosen blocks as their share of the prefix, in blocks of the flag."""
+        return (self._chosen // self._groups.unit_tokens - self.local_blocks) * count // max(1, self._entries)
 
     def loaded(self, blocks: range) -> list[range]:
         """Return which of the chosen blocks the engine loaded for these blocks of the flag."""
-        at, found, unit = 0, list[range](), self._groups.unit_tokens
-        needed = self._groups.items(blocks.start * unit, blocks.stop * unit)
-        for items, some in zip(self._groups.items(self._local, self._chosen), needed, strict=True):
-            start, stop = max(some.start, items.start), min(some.stop, items.stop)
-            if start < stop:
-                found.append(range(at + start - items.start, at + stop - items.start))
-            at += len(items)
-        return found
+        unit = self._groups.unit_tokens
+        return self._groups.spans(self._local, self._chosen, blocks.start * unit, blocks.stop * unit)
 
     def _missing(self) -> bytes:
         """Return the name of a block that the prefix one unit longer lacks; empty if none is known."""
-        for number, items in enumerate(self._groups.items(self._local, self._chosen + self._groups.unit_tokens)):
-            blocks = np.arange(items.start, items.stop) - self._bases[number]
-            blocks = blocks[blocks < len(self._known[number])]
-            absent = blocks[self._known[number][blocks] == ABSENT]
-            if len(absent):
-                return self._names(number, absent[:1])[0]
+        for number, items in enumerate(self._items(self._chosen + self._groups.unit_tokens)):
+            absent = self._known[number].find(ABSENT, items.start, items.stop)
+            if absent >= 0:
+                return self._names(number, range(absent, absent + 1))[0]
         return b""
 
-    def _names(self, number: int, blocks: Numbers) -> list[bytes]:
-        """Return the names of a group's blocks, counted from the local ones."""
-        joined, size = self._joined(number, blocks), self._digests.shape[1] + 1
-        return [joined[at : at + size] for at in range(0, len(joined), size)]
+    def _items(self, tokens: int) -> list[range]:
+        """Return, for each group, the blocks that a prefix of so many tokens needs."""
+        found = zip(self._groups.items(self._local, tokens), self._bases, strict=True)
+        return [range(items.start - base, items.stop - base) if items else items for items, base in found]
 
-    def _joined(self, number: int, blocks: Numbers) -> bytes:
-        names = np.full((len(blocks), self._digests.shape[1] + 1), number, np.uint8)
-        names[:, :-1] = self._digests[self._groups.digests(number, blocks + self._bases[number])]
-        return names.tobytes()
+    def _names(self, number: int, blocks: range | Numbers) -> Sequence[bytes]:
+        return _struct_of(len(blocks), self.name_bytes).unpack(self._joined(number, blocks))
+
+    def _joined(self, number: int, blocks: range | Numbers) -> bytearray:
+        if self._digests is None:
+            assert isinstance(blocks, range)
+            return self.names[blocks.start * self.name_bytes : blocks.stop * self.name_bytes]
+        base, ratio = self._bases[number], self._groups.ratio(number)
+        if isinstance(blocks, range):
+            digests = self._digests[(blocks.start + base + 1) * ratio - 1 : (blocks.stop + base) * ratio : ratio]
+        else:
+            digests = self._digests[(blocks + base + 1) * ratio - 1]
+        joined = bytearray(len(blocks) * self.name_bytes)
+        names = np.frombuffer(joined, _type_of_names(self.name_bytes - 1))
+        names["digest"], names["group"] = digests, number
+        return joined
+
+
+@cache
+def _type_of_names(digest_bytes: int) -> np.dtype[np.void]:
+    return np.dtype([("digest", f"V{digest_bytes}"), ("group", np.uint8)])
+
+
+@lru_cache(1 << 13)
+def _struct_of(count: int, size: int) -> Struct:
+    """Return a Struct that cuts joined names; to make one costs as much as to use it."""
+    return Struct(f"{size}s" * count)

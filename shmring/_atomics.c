@@ -197,9 +197,9 @@ static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
 
 static PyMethodDef module_methods[] = {
     {"heads", (PyCFunction)(void (*)(void))heads, METH_FASTCALL,
-     "heads(digests, start, stop) -> bytes: the first 8 bytes of each digest of a list"},
+     "heads(digests, start, stop, step) -> bytes: the first 8 bytes of each step-th digest of a list"},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
-     "mark(digests, start, stop, known, places): put each digest's key into its place, or take it out"},
+     "mark(digests, start, stop, step, mix, known, places): put each step-th digest's key into its place, or take it out"},
     {"block_ids", (PyCFunction)(void (*)(void))block_ids, METH_FASTCALL,
      "block_ids(blocks, start, stop) -> array('I'): block_id of each of blocks[start:stop], numbers below 2^32"},
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},

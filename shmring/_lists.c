@@ -36,10 +36,10 @@ static int list_range(PyObject *const *args, Py_ssize_t *start, Py_ssize_t *stop
     return -1;
 }
 
-/* Copies the first 8 bytes of the digests [start, stop) of a list; -1 with an exception. */
-static int copy_heads(PyObject *digests, Py_ssize_t start, Py_ssize_t stop, uint64_t *heads)
+/* Copies the first 8 bytes of each step-th digest of [start, stop) of a list; -1 with an exception. */
+static int copy_heads(PyObject *digests, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t step, uint64_t *heads)
 {
-    for (; start < stop; start++) {
+    for (; start < stop; start += step) {
         PyObject *digest = PyList_GetItem(digests, start);
         if (Py_TYPE(digest) != &PyBytes_Type || Py_SIZE(digest) < 8) {
             PyErr_Format(PyExc_ValueError, "a digest is bytes, at least 8: number=%zd", start);
@@ -50,16 +50,25 @@ static int copy_heads(PyObject *digests, Py_ssize_t start, Py_ssize_t stop, uint
     return 0;
 }
 
+/* Returns a step from one digest to the next; -1 with an exception. */
+static Py_ssize_t step_of(PyObject *number)
+{
+    Py_ssize_t step = PyLong_AsSsize_t(number);
+    if (step < 1 && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "a step is at least 1: step=%zd", step);
+    return step < 1 ? -1 : step;
+}
+
 PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    Py_ssize_t start, stop;
-    if (nargs != 3)
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
-    if (list_range(args, &start, &stop) < 0)
+    Py_ssize_t start, stop, step;
+    if (nargs != 4)
+        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", nargs);
+    if (list_range(args, &start, &stop) < 0 || (step = step_of(args[3])) < 0)
         return NULL;
-    PyObject *result = PyBytes_FromStringAndSize(NULL, (stop - start) * 8);
-    if (result != NULL && copy_heads(args[0], start, stop, (uint64_t *)PyBytes_AsString(result)) < 0)
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (stop - start + step - 1) / step * 8);
+    if (result != NULL && copy_heads(args[0], start, stop, step, (uint64_t *)PyBytes_AsString(result)) < 0)
         Py_CLEAR(result);
     return result;
 }
@@ -67,27 +76,31 @@ PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 PyObject *mark(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    Py_ssize_t start, stop, bytes;
+    Py_ssize_t start, stop, step, bytes;
     enum { BATCH = 128 };
     uint64_t *places, keys[BATCH];
-    if (nargs != 5)
-        return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", nargs);
-    int known = PyObject_IsTrue(args[3]);
-    if (known < 0 || list_range(args, &start, &stop) < 0 || PyObject_AsWriteBuffer(args[4], (void **)&places, &bytes) < 0)
+    if (nargs != 7)
+        return PyErr_Format(PyExc_TypeError, "expected 7 arguments, got %zd", nargs);
+    uint64_t mix = PyLong_AsUnsignedLongLong(args[4]);
+    int known = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[5]);
+    if (known < 0 || list_range(args, &start, &stop) < 0 || (step = step_of(args[3])) < 0 ||
+        PyObject_AsWriteBuffer(args[6], (void **)&places, &bytes) < 0)
         return NULL;
     uint64_t mask = (uint64_t)bytes / 8 - 1;
     if (bytes < 8 || bytes % 8 != 0 || (mask & (mask + 1)) != 0 || (uintptr_t)places % 8 != 0)
         return PyErr_Format(PyExc_ValueError, "places are a power of two of words: bytes=%zd", bytes);
     while (start < stop) {
-        Py_ssize_t count = stop - start < BATCH ? stop - start : BATCH;
-        if (copy_heads(args[0], start, start + count, keys) < 0)
+        Py_ssize_t left = (stop - start + step - 1) / step, count = left < BATCH ? left : BATCH;
+        if (copy_heads(args[0], start, count == left ? stop : start + count * step, step, keys) < 0)
             return NULL;
-        start += count;
+        start += count * step;
+        for (Py_ssize_t i = 0; i < count; i++)
+            keys[i] = (keys[i] | 1) ^ mix;
         /* Each place lies on a page of its own: all are asked for before the first one is needed. */
         for (Py_ssize_t i = 0; i < count; i++)
-            __builtin_prefetch(&places[(keys[i] | 1) & mask], 1);
+            __builtin_prefetch(&places[keys[i] & mask], 1);
         for (Py_ssize_t i = 0; i < count; i++) {
-            uint64_t key = keys[i] | 1, *place = &places[key & mask];
+            uint64_t key = keys[i], *place = &places[key & mask];
             if (known)
                 *place = key;
             else if (*place == key)

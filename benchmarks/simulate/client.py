@@ -215,7 +215,7 @@ class Client:
         request.loaded_blocks = request.claimed
         if start + request.claimed < request.found:
             self.counters.partial += 1
-        self._node.loaded(request.key, start, start + request.claimed, request.hinted_local)
+        self._node.loaded(request.key, start, start + request.claimed)
         del self.hinted[request.key]
         self._node.finish(request.key, lambda last_byte_ns: self._count_hidden(request, last_byte_ns))
         request.key = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.simulate.client import Client
@@ -19,7 +19,12 @@ from benchmarks.simulate.events import NS, Event, Loop, ns
 from benchmarks.simulate.pool import KVPool
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.connector.policy import loads_beside
-from kvprefetch.kv.groups import Groups, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
+
+
+def full_attention(block_tokens: int) -> Groups:
+    """Return one KV group of full attention."""
+    return Groups((Group(Kind.FULL, block_tokens),), block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,6 @@ class EngineModel:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 4096
-    block_tokens: int = 64
     block_bytes: int = 4 << 20
     pool_blocks: int = 4096
     prefill_tokens_per_s: float = 25_000.0
@@ -42,14 +46,17 @@ class EngineModel:
     """Larger loads run beside the steps of an engine with few requests, and end at least one step later."""
     idle_poll_s: float = 0.00124
     """Between two passes of an engine that has nothing to run but waits for KV."""
-    groups: Groups | None = None
-    """Several KV groups with blocks of `block_tokens`; None: one of full attention."""
+    groups: Groups = field(default_factory=partial(full_attention, 64))
+    """KV groups with blocks of one size."""
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups.unit_tokens
 
     def load_bytes(self, start: int, count: int) -> int:
         """Bytes of blocks [start, start + count) of a prefix, of all groups."""
-        if self.groups is not None:
-            count = sum(map(len, self.groups.items(start * self.block_tokens, (start + count) * self.block_tokens)))
-        return count * self.block_bytes
+        items = self.groups.items(start * self.block_tokens, (start + count) * self.block_tokens)
+        return sum(map(len, items)) * self.block_bytes
 
     def kv_blocks(self, tokens: int) -> int:
         """KV blocks that a request of so many tokens needs at most at a time, of all groups.
@@ -58,7 +65,7 @@ class EngineModel:
         """
         all_of_it = -(-tokens // self.block_tokens)
         blocks = 0
-        for group in self.groups.groups if self.groups is not None else ():
+        for group in self.groups.groups:
             if group.kind is Kind.STATE:
                 blocks += 2
             elif group.window_tokens:
@@ -66,7 +73,7 @@ class EngineModel:
                 blocks += min(all_of_it, -(-most // self.block_tokens) + 1)
             else:
                 blocks += all_of_it
-        return blocks or all_of_it
+        return blocks
 
 
 class Engine:
@@ -243,7 +250,7 @@ class Engine:
                 request.state = "loading"
                 self.client.load_directly(request, local, loadable, partial(self._loaded_directly, request, loadable))
                 return request, None
-            elif self._model.groups is not None or loads_beside(size, self._model.sync_load_max_bytes, load=occupied):
+            elif not self._model.groups.partial or loads_beside(size, self._model.sync_load_max_bytes, load=occupied):
                 request.state = "loading"
                 self._copying_until_ns = max(self._copying_until_ns, self._loop.now_ns) + copy_ns
                 self._loop.at(self._copying_until_ns, partial(self._load_done, request, local))

@@ -1,7 +1,7 @@
-"""The simulated daemon's part for an engine with several KV groups: the real rules of whole prefixes, on the planner.
+"""The simulated daemon's part for an engine's KV groups: what the store has of a prompt, and the planner's questions.
 
-As daemon/engine/epoch.py and epoch_calls.py, a request is hinted whole, gets the longest prefix that is there, and the
-next shorter one where a block does not come.  A block's name is its digest and, in a last byte, its group's number.
+As in daemon/engine/epoch.py and epoch_calls.py, a request gets the longest prefix that is there, and the next shorter
+one where a block does not come.  A block's name is its digest and, in a last byte, its group's number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.daemon.planning.planner import Planner
-from kvprefetch.daemon.planning.requests import Broken, Key
+from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.kv.groups import Groups, Kind
 from kvprefetch.kv.prompts import SLICE, Prompt
 
@@ -35,52 +35,41 @@ def stored(groups: Groups, request: SimRequest) -> set[bytes]:
 
 def _names(groups: Groups, request: SimRequest, blocks: list[range] | list[range | np.ndarray]) -> Iterator[bytes]:
     for number, some in enumerate(blocks):
-        for at in groups.digests(number, some).tolist():
-            yield request.digest(at) + bytes([number])
+        ratio, last = groups.ratio(number), bytes([number])
+        for block in some:
+            yield request.digest((int(block) + 1) * ratio - 1) + last
 
 
-class Wholes:
-    """The whole requests of one engine, in `planner`."""
+class Prompts:
+    """The prompts of one engine's requests in `planner`."""
 
     def __init__(self, planner: Planner, groups: Groups) -> None:
         self._planner, self._groups = planner, groups
         self._answers: dict[Key, tuple[set[bytes], Callable[[bytes], bool] | None]] = {}
 
     def hint(self, key: Key, request: SimRequest, local_blocks: int) -> None:
-        blocks, holds = range(local_blocks, request.blocks), self._planner.blocks.holds
-        prompt = Prompt(self._groups, request.hashes, blocks, room=self._room, staged=holds)
-        self._planner.hint_whole(key, prompt, request.priority, request.seen_ns)
+        planned = self._planner.blocks
+        room, blocks = planned.disk_slots - planned.lost, range(local_blocks, request.blocks)
+        prompt = Prompt(self._groups, request.hashes, blocks, room=room, staged=planned.holds)
+        self._planner.hint(key, prompt, request.priority, request.seen_ns)
 
     def looked_up(self, key: Key, request: SimRequest | None, on_disk: Callable[[bytes], bool] | None) -> int:
         """Take the store's answer for `request`, None for no answer; return the blocks of the chosen prefix."""
         self._answers[key] = set[bytes]() if request is None else stored(self._groups, request), on_disk
-        return self._choose(key)
-
-    def broken(self, change: Broken) -> int:
-        """Choose a shorter prefix without the lost blocks; return its blocks."""
-        assert change.request.prompt is not None
-        change.request.prompt.lost(change.blocks)
-        return self._choose(change.request.key)
+        return self.choose(key)
 
     def loaded(self, key: Key, blocks: range) -> list[range]:
         """Return which entries of the slot table the engine loads for these blocks of the prefix."""
         request = self._planner.requests.get(key)
-        return [] if request is None or request.prompt is None else request.prompt.loaded(blocks)
+        return [] if request is None else request.prompt.loaded(blocks)
 
     def end(self, key: Key) -> None:
         self._answers.pop(key, None)
 
-    @property
-    def _room(self) -> int:
-        return self._planner.blocks.disk_slots - self._planner.blocks.lost
-
-    def _choose(self, key: Key) -> int:
+    def choose(self, key: Key) -> int:
+        """Choose the longest prefix of which no block is known to be absent or lost; return its blocks."""
         (there, on_disk), request = self._answers[key], self._planner.requests[key]
-        prompt = request.prompt
-        assert prompt is not None
-        while names := prompt.next(SLICE):
+        while names := request.prompt.next(SLICE):
             lies = b"" if on_disk is None else bytes(map(on_disk, names))
-            prompt.found(bytes(name in there for name in names), lies)
-        choice = prompt.choose()
-        self._planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
-        return choice.blocks
+            request.prompt.found(bytes(name in there for name in names), lies)
+        return self._planner.choose(request).blocks

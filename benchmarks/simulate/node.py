@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.simulate import groups as rules
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
-from benchmarks.simulate.workload import HASH_BYTES, SimRequest, StoreContents
+from benchmarks.simulate.workload import SimRequest, StoreContents
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
@@ -104,7 +104,7 @@ class _Flags:
         if flag.state is not FlagState.HINTED:
             return False
         flag.slots.extend(publication.slots)
-        flag.count = publication.ready
+        flag.count = publication.blocks
         if publication.final:
             flag.state = FlagState.READY
         self._changed(key)
@@ -133,7 +133,7 @@ class Node:
         contents: StoreContents,
         block_bytes: int,
         changed: Callable[[Key], None],
-        groups: Groups | None = None,
+        groups: Groups,
     ) -> None:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
@@ -144,7 +144,7 @@ class Node:
             model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
         )
         self._groups = groups
-        self._wholes = None if groups is None else rules.Wholes(self._planner, groups)
+        self._prompts = rules.Prompts(self._planner, groups)
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)
         self._requests: dict[Key, SimRequest] = {}
         self._look_ups: deque[Key] = deque()
@@ -181,7 +181,7 @@ class Node:
     @property
     def whole(self) -> bool:
         """Whether a prefix is of use only with all of its blocks, as with several KV groups."""
-        return self._wholes is not None
+        return not self._groups.partial
 
     def stop(self, key: Key) -> None:
         self._loop.after(self._message_ns, partial(self._stopped, key))
@@ -195,13 +195,11 @@ class Node:
     def unclaim(self, key: Key) -> None:
         self._flags.of[key].state = FlagState.READY
 
-    def loaded(self, key: Key, start: int, stop: int, local: int) -> None:
-        """The engine has copied blocks [start, stop) of this hint, whose slots begin at block `local`."""
+    def loaded(self, key: Key, start: int, stop: int) -> None:
+        """The engine has copied blocks [start, stop) of this hint."""
         flag = self._flags.of[key]
         flag.loaded = range(start, stop)
-        entries = [range(start - local, stop - local)]
-        if self._wholes is not None:
-            entries = self._wholes.loaded(key, flag.loaded)
+        entries = self._prompts.loaded(key, flag.loaded)
         for slot in (flag.slots[entry] for some in entries for entry in some):
             if slot in self._unloaded:
                 self._unloaded.remove(slot)
@@ -226,17 +224,13 @@ class Node:
         One load runs at a time, as on the single load thread of vLLM's own connector. Of several KV groups all come or
         none counts.
         """
-        if self._groups is None:
-            digests = [request.digest(block) for block in range(start, stop)]
-            self._direct.append(partial(self._load_directly, digests, done))
-        else:
-            digests = rules.names(self._groups, request, start, stop)
-            whole = partial(self._load_directly, digests, lambda good: done(stop - start if good else 0), whole=True)
-            self._direct.append(whole)
+        names, count, whole = rules.names(self._groups, request, start, stop), stop - start, self.whole
+        ended = (lambda good: done(count if good else 0)) if whole else done
+        self._direct.append(partial(self._load_directly, names, ended, whole=whole))
         if len(self._direct) == 1:
             self._direct[0]()
 
-    def _load_directly(self, digests: Sequence[bytes], done: Callable[[int], None], whole: bool = False) -> None:
+    def _load_directly(self, digests: Sequence[bytes], done: Callable[[int], None], *, whole: bool) -> None:
         lost = (at for at, digest in enumerate(digests) if self._contents.lost(digest))
         good = next((0 if whole else at for at in lost), len(digests))
 
@@ -259,10 +253,7 @@ class Node:
         self.counters.hints += 1
         request.seen_ns = self._loop.now_ns
         self._requests[key] = request
-        if self._wholes is None:
-            self._planner.hint(key, request.hashes, HASH_BYTES, local_blocks, request.priority, self._loop.now_ns)
-        else:
-            self._wholes.hint(key, request, local_blocks)
+        self._prompts.hint(key, request, local_blocks)
         self._look_ups.append(key)
         self._next_look_up()
 
@@ -284,16 +275,10 @@ class Node:
         request = self._requests.get(key)
         if request is not None:
             request.looked_up_ns = self._loop.now_ns
-            planned = self._planner.requests.get(key)
             self._planner.block_ns = [each.ns_per_byte * self._block_bytes for each in self._sizes]
-            if planned is not None and self._wholes is not None:
+            if key in self._planner.requests:
                 lies_on_disk = self._contents.on_disk if self._model.disk_threads else None
-                self._flags.of[key].found = self._wholes.looked_up(key, request if answered else None, lies_on_disk)
-            elif planned is not None:
-                found = max(planned.local, request.found if answered else 0)
-                self._flags.of[key].found = found
-                lies = (self._contents.on_disk(request.digest(block)) for block in range(planned.local, found))
-                self._planner.looked_up(key, found, bytes(lies) if self._model.disk_threads else b"")
+                self._flags.of[key].found = self._prompts.looked_up(key, request if answered else None, lies_on_disk)
         self._next_look_up()
         self._pump()
 
@@ -312,11 +297,8 @@ class Node:
 
     def _finished(self, key: Key, report: Callable[[int], None] | None) -> None:
         loaded = self._flags.of[key].loaded
-        entries = [loaded]
-        if self._wholes is not None:
-            entries = self._wholes.loaded(key, loaded)
-            self._wholes.end(key)
-        request = self._planner.finish(key, *entries)
+        request = self._planner.finish(key, *self._prompts.loaded(key, loaded))
+        self._prompts.end(key)
         self.counters.taken_back += request.taken_back if request is not None else 0
         if report is not None:
             report(request.last_byte_ns if request is not None else 0)
@@ -343,10 +325,10 @@ class Node:
         while (change := self._planner.next_change()) is not None:
             if isinstance(change, Publication) and not self._flags.publish(change):
                 self._planner.refused(change.request)
-            elif isinstance(change, Broken) and self._wholes is not None:
+            elif isinstance(change, Broken):
                 key = change.request.key
                 if self._planner.requests.get(key) is change.request:
-                    self._flags.of[key].found = self._wholes.broken(change)
+                    self._flags.of[key].found = self._prompts.choose(key)
 
     def _tick(self) -> None:
         self._ticking = False

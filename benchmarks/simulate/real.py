@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.simulate.client import over_when_asked
-from benchmarks.simulate.engine import EngineModel
+from benchmarks.simulate.engine import EngineModel, full_attention
 from benchmarks.simulate.link import MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.run import Result, Scenario, simulate
@@ -218,7 +218,7 @@ def scenario(calibration: Calibration) -> Scenario:
     engine = EngineModel(
         max_num_seqs=SLOTS,
         max_num_batched_tokens=BATCHED_TOKENS,
-        block_tokens=BLOCK_TOKENS,
+        groups=full_attention(BLOCK_TOKENS),
         block_bytes=BLOCK_BYTES,
         pool_blocks=POOL_BLOCKS,
         prefill_tokens_per_s=calibration.prefill_tokens_per_s,

@@ -79,10 +79,11 @@ def simulate(
     """Run to the end. `requests` replaces the generated load; `outstanding` makes a closed loop of so many requests."""
     begun = time.process_time()
     groups, block_tokens = scenario.engine.groups, scenario.engine.block_tokens
-    if groups is not None and (scenario.load.shared_blocks or groups.unit_tokens != block_tokens):
+    sizes = {group.block_tokens for group in groups.groups}
+    if len(sizes) > 1 or (scenario.load.shared_blocks and not groups.partial):
         raise ValueError(
             "several KV groups are modelled for prompts that share nothing, with blocks of one size: "
-            f"shared_blocks={scenario.load.shared_blocks} block_tokens={block_tokens} unit_tokens={groups.unit_tokens}"
+            f"shared_blocks={scenario.load.shared_blocks} block_tokens={sorted(sizes)}"
         )
     loop = Loop()
     contents = StoreContents(seed, scenario.load.lost_share)

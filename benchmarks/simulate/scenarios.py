@@ -32,7 +32,7 @@ WINDOW_ENGINE = replace(ENGINE, groups=WINDOW, block_bytes=2 << 20, pool_blocks=
 WINDOW_NODE = replace(NODE, staging_blocks=8192, chunk_blocks=16)
 # A quarter of the layers is full attention, the others have states, in blocks of 512 tokens and 12 MiB.
 STATES = Groups((Group(Kind.FULL, 512), *[Group(Kind.STATE, 512)] * 3), 512)
-STATES_ENGINE = replace(ENGINE, groups=STATES, block_tokens=512, block_bytes=12 << 20, pool_blocks=32 * 16)
+STATES_ENGINE = replace(ENGINE, groups=STATES, block_bytes=12 << 20, pool_blocks=32 * 16)
 STATES_NODE = replace(NODE, staging_blocks=1365, chunk_blocks=3)
 
 SCENARIOS = {

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.serve import trace
 from benchmarks.serve.trace import TRACES
-from benchmarks.simulate.engine import EngineModel
+from benchmarks.simulate.engine import EngineModel, full_attention
 from benchmarks.simulate.events import NS, ns
 from benchmarks.simulate.link import MediumModel
 from benchmarks.simulate.node import NodeModel
@@ -129,7 +129,7 @@ def scenario(some: trace.Slice, point: Point) -> Scenario:
     engine = EngineModel(
         max_num_seqs=PLACES,
         max_num_batched_tokens=2048,
-        block_tokens=BLOCK,
+        groups=full_attention(BLOCK),
         block_bytes=BLOCK_BYTES,
         pool_blocks=max(ROOM * longest, round((PLACES + 2) * mean)),
         prefill_tokens_per_s=1 / costs.token_s,

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+from ...kv.keys import name_of
 from ...shmring.wire.admin import MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES
 from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
-from ..store.keys import name_of
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .client import Conversation, Unavailable, ask

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ...kv.keys import owner
 from ...shmring.wire.admin import Remove, Removed, Report, SetMode, StatQuery, StatusQuery, Warm
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..store.keys import owner
 from ..work.calls import Call, Kind
 from . import report
 from .epochs import Epochs, Shared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ...kv.keys import owner
 from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
@@ -14,7 +15,6 @@ from ..engine.reservations import Reservations
 from ..engine.stored import Histories
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
-from ..store.keys import owner
 from ..telemetry.counters import Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from functools import partial
 
+from ...kv.groups import Groups
 from ...shmring.wire.attach import Attached, Hello, Mapped
 from ...shmring.wire.codec import Message, send_message
 from ...shmring.wire.records import ProtocolError
@@ -107,7 +108,8 @@ class Group:
         hellos = [peer.hello for peer in self.workers()]
         workers = [each.worker for each in hellos if each is not None and each.worker is not None]
         pid = self.scheduler.credentials.pid
-        return EngineInfo(hello.engine_id, hello.block_tokens, hello.scheduler, workers, pid, self.uid)
+        groups = Groups.told(hello.scheduler.groups, hello.scheduler.hash_tokens)
+        return EngineInfo(hello.engine_id, groups, hello.scheduler, workers, pid, self.uid)
 
     def mapped(self) -> list[Mapped] | None:
         """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""

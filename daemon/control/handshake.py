@@ -12,6 +12,7 @@ import secrets
 import select
 from collections import Counter
 
+from ...kv.groups import Groups
 from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
 from ...shmring.wire.records import ProtocolError
@@ -76,7 +77,7 @@ class Handshake:
                 engine=epoch.engine.engine_id,
                 epoch=epoch.number,
                 ranks=peer.group.world_size,
-                kv_groups=epoch.engine.kv_groups,
+                kv_groups=len(epoch.engine.groups),
                 slots=epoch.memory.layout.slot_count,
                 save_slots=epoch.memory.save_slots,
                 block_bytes=epoch.memory.block_bytes,
@@ -137,7 +138,7 @@ class Handshake:
         engine = group.engine()
         group.placed = True
         try:
-            check_replicas(engine.workers, 1 if engine.groups is None else len(engine.groups.groups))
+            check_replicas(engine.workers, len(engine.groups))
             self._check_keys(group, engine)
         except ValueError as error:
             self._refuse_engine(group, error)
@@ -241,9 +242,11 @@ def _check(hello: Hello) -> None:
     """Raise ProtocolError for a hello that contradicts itself or that this daemon cannot serve."""
     if (hello.worker if hello.role == "worker" else hello.scheduler) is None:
         raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
-    named = _groups(hello)
-    if named != hello.groups:
-        raise ProtocolError(f"{hello.role}: number of KV groups differs: groups={hello.groups} named={named}")
+    if hello.scheduler is not None:
+        try:
+            Groups.told(hello.scheduler.groups, hello.scheduler.hash_tokens).check()
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
     if hello.rank >= (hello.world_size if hello.role == "worker" else 1):
         raise ProtocolError(f"rank out of bounds: rank={hello.rank} world_size={hello.world_size}")
     if hello.world_size >= MAX_PROCESSES:
@@ -251,21 +254,3 @@ def _check(hello: Hello) -> None:
             f"world_size out of bounds: world_size={hello.world_size} max={MAX_PROCESSES - 1}: "
             "one daemon serves the processes of one node"
         )
-
-
-def _groups(hello: Hello) -> int:
-    """Return how many KV groups the hello describes. Raises ProtocolError for groups without rules."""
-    if hello.worker is not None:
-        return len(hello.worker.key_prefixes)
-    assert hello.scheduler is not None
-    if (groups := hello.scheduler.kv_groups) is None:
-        return 1
-    try:
-        groups.check()
-    except ValueError as error:
-        raise ProtocolError(str(error)) from None
-    if groups.unit_tokens != hello.block_tokens:
-        raise ProtocolError(
-            f"block_tokens must be the groups' unit: block_tokens={hello.block_tokens} unit_tokens={groups.unit_tokens}"
-        )
-    return len(groups.groups)

@@ -28,7 +28,7 @@ class Channel:
     A transition of a flag is a compare-and-swap by generation; it says whether it came before the engine's.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, groups: Groups | None = None) -> None:
+    def __init__(self, segment: Segment, layout: Layout, groups: Groups) -> None:
         self.layout, self._groups = layout, groups
         self.words = Words(segment.buffer)
         self.ring = Consumer(segment.buffer, self.words, layout)
@@ -50,12 +50,9 @@ class Channel:
         flag, generation = request.key
         self.table.write_slots(flag, publication.start, slots)
         # A block that is fetched again counts once.
-        disk = min(request.disk_blocks, request.blocks - request.local)
-        if request.whole:  # as a share of the prefix: its blocks are those of several groups
-            disk = disk * (publication.ready - request.none_of_them) // max(1, request.blocks)
-        self.table.set_disk(flag, disk)
+        self.table.set_disk(flag, request.prompt.in_blocks(min(request.disk_blocks, request.blocks)))
         state = FlagState.READY if publication.final else FlagState.HINTED
-        return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.ready))
+        return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.blocks))
 
     def take_back(self, key: Key) -> bool:
         """Publish nothing of an unclaimed flag any more, for now; False if the engine had it first."""
@@ -99,10 +96,8 @@ class Channel:
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
         layout, groups, page = self.layout, self._groups, max(hint.pages)
-        digests = names = hint.blocks
-        if groups is not None:  # a table of all that may be asked for: it bounds the work, of all requests together
-            digests = hint.blocks * groups.unit_tokens // groups.hash_tokens
-            names = groups.names(hint.blocks - hint.local_blocks)
+        digests = hint.blocks * groups.unit_tokens // groups.hash_tokens
+        names = groups.names(hint.blocks - hint.local_blocks)  # all that may be asked for, of all groups
         if hint.blocks > MAX_COUNT:  # of a flag
             raise ProtocolError(f"hint is too long: blocks={hint.blocks} max={MAX_COUNT}")
         if hint.flag >= layout.flag_count or names > layout.table_entries or page >= layout.page_count:
@@ -140,8 +135,8 @@ class Channel:
 
     def check_saved(self, saved: Saved) -> None:
         """Raise ProtocolError for a block of a KV group that the engine does not have."""
-        count = len(self._groups.groups) if self._groups is not None else 0
-        if count and any(digest[-1] >= count for digest in saved.hashes):
+        count = len(self._groups.groups)
+        if any(name[-1] >= count for name in saved.names):
             raise ProtocolError(f"saved block of an unknown KV group: groups={count}")
 
     def check_done(self, done: Done) -> None:

@@ -172,19 +172,15 @@ class Epoch(EpochCalls):
         self.channel.lend(hint)
         self.counters.hints += 1
         now = self._services.clock_ns()
-        hashes, blocks = bytes(hint.hashes), range(hint.local_blocks, hint.blocks)
-        if self.groups is None:
-            request = self.planner.hint(key, hashes, hint.hash_bytes, hint.local_blocks, hint.priority, hint.arrival_ns)
-        else:
-            prompt = Prompt(self.groups, hashes, blocks, room=self._room, staged=self.planner.blocks.holds)
-            request = self.planner.hint_whole(key, prompt, hint.priority, hint.arrival_ns)
+        blocks, planned = range(hint.local_blocks, hint.blocks), self.planner.blocks
+        room = planned.disk_slots - planned.lost  # wherever they come from
+        prompt = Prompt(self.groups, hint.hashes, blocks, room=room, staged=planned.holds)
+        request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         self.traces.begin(key, hint, now)
         self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self._mode == "off":
-            if request.whole:
-                self.planner.choose(request, b"", 1, request.none_of_them)
-            self.planner.looked_up(key, request.local)
+            self.planner.fetch_nothing(request)
         else:
             self._look_up(request, now)
 
@@ -197,7 +193,7 @@ class Epoch(EpochCalls):
     def _finish(self, key: Key, ending: Ending, done: records.Done | None = None) -> None:
         loaded = [range(done.loaded_from, done.loaded_from + done.loaded_blocks)] if done is not None else []
         self.orphaned.ended(key)
-        if (request := self.planner.requests.get(key)) is not None and request.prompt is not None:
+        if (request := self.planner.requests.get(key)) is not None:
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
         self.planner.finish(key, *loaded)
         self.counters.device_blocks += min(sum(map(len, loaded)), self.promotions.named(key))
@@ -221,7 +217,7 @@ class Epoch(EpochCalls):
         """Stage blocks that no request wants yet. Raises ProtocolError for an order that is too large."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
             raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if self.groups is not None:
+        if not self.groups.partial:
             why = "which blocks of a window are of use depends on where a prompt ends"
             reply(Report(ok=False, text=f"an engine with several KV groups cannot be warmed: {why}"))
             return

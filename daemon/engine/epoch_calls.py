@@ -10,7 +10,6 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-from ...kv.prompts import Choice
 from ..planning.requests import Broken, Failure, Key, Order, Request, TakenBack
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass
@@ -19,7 +18,7 @@ from ..telemetry.logs import threshold
 from ..work.calls import FETCHES, Kind
 from . import transfers
 from .epoch_parts import EpochParts
-from .lookups import Answer, Batch
+from .lookups import Answer, Batch, Lost
 from .promoter import DeviceJob
 from .reasons import failure
 from .saver import Put
@@ -64,10 +63,9 @@ class EpochCalls(EpochParts):
                 self.planner.refused(change.request)
 
     def _broken(self, change: Broken) -> None:
-        """Look for the next shorter prefix of a whole request."""
+        """Look for the next shorter prefix of a request that lost chosen blocks."""
         request, now = change.request, self._services.clock_ns()
-        if self.planner.requests.get(request.key) is request and request.prompt is not None:
-            request.prompt.lost(change.blocks)
+        if self.planner.requests.get(request.key) is request:
             self._look_up(request, now, again=True)
             self._look_up_next(now)
 
@@ -106,44 +104,26 @@ class EpochCalls(EpochParts):
         self._answer(self.look_ups.answered(batch.number, found, now), now)
         self._carry_on()
 
-    def _answer(self, answers: Sequence[Answer], now_ns: int) -> None:
+    def _answer(self, answers: Sequence[Answer | Lost], now_ns: int) -> None:
         self.planner.block_ns = [each.ns_per_byte * self.memory.block_bytes for each in self._pools.sizes]
-        for request, blocks, on_disk, unavailable, renewal, again in answers:
-            if request.prompt is not None and not renewal:
-                choice = request.prompt.choose()
-                self._choose(request, choice)
-                if again:
-                    continue
-                left, disk = request.blocks - request.issued, sum(request.on_disk[request.issued :])
-                hits, of = choice.blocks - request.none_of_them, max(1, request.blocks)
-                staged, from_disk = hits * request.issued // of, hits * disk // of  # as shares of the prefix
-                missing = self.reasons.lacks(choice.missing, self._store.aside)
-                work = self.reasons.work(Lane(2 * disk > left), now_ns)
-                self.traces.looked_up(request.key, choice.blocks, now_ns, None if unavailable else missing, work)
-                memory = hits - staged - from_disk
-                self.counters.hit_blocks.update(staging=staged, memory=memory, disk=from_disk)
+        for answer in answers:
+            request = answer.request
+            if isinstance(answer, Lost):
+                self.planner.lost(request, answer.block)
                 continue
-            if not renewal:
-                staged, disk = request.issued - request.local, sum(on_disk)
-                missing = self.reasons.missing(request, blocks, self._store.aside)
-                work = self.reasons.work(Lane(2 * disk > blocks - request.issued), now_ns)
-                self.traces.looked_up(request.key, blocks, now_ns, None if unavailable else missing, work)
-                memory = blocks - request.local - staged - disk
-                self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
-                self.channel.table.set_found(request.key[0], blocks)
-            self.planner.looked_up(request.key, blocks if renewal or self._mode == "on" else request.local, on_disk)
-
-    @property
-    def _room(self) -> int:
-        """Return how many blocks one request may have in staging, wherever they come from."""
-        return self.planner.blocks.disk_slots - self.planner.blocks.lost
-
-    def _choose(self, request: Request, choice: Choice) -> None:
-        """Stage the longest prefix of a whole request, or nothing of it."""
-        self.channel.table.set_found(request.key[0], choice.blocks)
-        if self._mode != "on":
-            choice = Choice(b"", 1, request.none_of_them, b"", b"")
-        self.planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
+            choice = self.planner.choose(request) if self._mode == "on" else request.prompt.choose()
+            if self._mode != "on":
+                self.planner.fetch_nothing(request)
+            self.channel.table.set_found(request.key[0], choice.blocks)
+            if answer.again:
+                continue
+            missing = None if answer.unavailable else self.reasons.missing(choice.missing, self._store.aside)
+            disk = sum(choice.on_disk[request.issued :])
+            work = self.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
+            self.traces.looked_up(request.key, choice.blocks, now_ns, missing, work)
+            staged, disk = map(request.prompt.in_blocks, (request.issued, disk))
+            memory = choice.blocks - request.prompt.local_blocks - staged - disk
+            self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 

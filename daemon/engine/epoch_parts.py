@@ -73,7 +73,7 @@ class EpochParts(Caller):
         self.ranks = self._ranks(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.channel.liveness.beat(self.since_ns)
-        self.traces = Traces(memory.block_bytes, engine.kv_groups)
+        self.traces = Traces(memory.block_bytes, len(engine.groups))
         chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(
@@ -112,9 +112,8 @@ class EpochParts(Caller):
 
     def _ranks(self, weights: str) -> transfers.RankLayout:
         """Return where the engine's blocks are, with the keys of these weights."""
-        engine, named = self.engine, self.engine.groups is not None
-        staging = self.memory.staging
-        return transfers.RankLayout.of(engine.workers, staging, named=named, owner=engine.owner, weights=weights)
+        engine, staging = self.engine, self.memory.staging
+        return transfers.RankLayout.of(engine.workers, staging, owner=engine.owner, weights=weights)
 
     @property
     def idle(self) -> bool:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
-from ...kv.prompts import Prompt
 from ..planning.negative import NegativeCache
 from ..planning.requests import Key, Request, Urgency
 from .transfers import Found
@@ -29,40 +29,15 @@ RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
 
 
-class Leading:
-    """The questions of a request of one KV group: its digests behind those in staging, up to the first absent one."""
-
-    def __init__(self, request: Request) -> None:
-        self._request, self._first = request, request.issued
-        self.blocks, self.on_disk = request.issued, b""  # the store has the blocks up to here
-        self._asked, self._ended = 0, False
-
-    def next(self, most: int) -> Sequence[bytes]:
-        """Return up to `most` digests to ask for; none once it is known how many there are."""
-        stop = self.blocks if self._ended else min(self.blocks + most, self._request.blocks)
-        self._asked = stop - self.blocks
-        return self._request.digests(self.blocks, stop)
-
-    def found(self, present: bytes, on_disk: bytes) -> None:
-        """Take a byte for each digest that `next` returned last; digests without a byte are absent."""
-        run = (present[: self._asked] + b"\0").index(0)
-        self.blocks += run
-        self.on_disk += on_disk[:run].ljust(run, b"\0")
-        self._ended = run < self._asked
-
-    def give_up(self) -> None:
-        """The store does not answer: what is staged counts, if it did not say more before."""
-        if self.blocks == self._first:  # its pins may have been taken back since
-            self.blocks = self._request.issued
-        self._ended = True
-
-
 @dataclass(slots=True, eq=False)
 class Asking:
-    """One request's questions. `asked_ns`: when the first one went out, or -1.  `again`: it was answered before."""
+    """One request's questions: the next `names` to ask for.
+
+    `asked_ns`: when the first ones were, or -1.  `again`: the request was answered before.
+    """
 
     request: Request
-    prompt: Leading | Prompt
+    names: Sequence[bytes]
     since_ns: int
     again: bool
     asked_ns: int = -1
@@ -87,18 +62,21 @@ class Batch(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The store, or staging, has a request's blocks up to `blocks`; a whole request's prompt knows which.
+    """The prompt of a request knows the longest prefix there is. `again`: another answer, after blocks were lost.
 
-    `renewal`: a later answer, which says what is left.  `again`: another answer, after blocks were lost.
     `unavailable`: the store could not say.
     """
 
     request: Request
-    blocks: int
-    on_disk: bytes = b""
     unavailable: bool = False
-    renewal: bool = False
     again: bool = False
+
+
+class Lost(NamedTuple):
+    """A renewal: the store has this block of a request no more."""
+
+    request: Request
+    block: int
 
 
 class LookUps:
@@ -128,7 +106,7 @@ class LookUps:
 
     def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> Answer | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
-        asking = Asking(request, request.prompt or Leading(request), now_ns, again)
+        asking = Asking(request, request.prompt.next(FIRST_DIGESTS), now_ns, again)
         if self._settled(asking, now_ns):
             return self._answer(asking, now_ns)
         if not answering:
@@ -142,11 +120,10 @@ class LookUps:
 
     def _settled(self, asking: Asking, now_ns: int) -> bool:
         """Whether there is nothing to ask: all is known, or staged, or the next block is a known miss."""
-        first = asking.prompt.next(1)
-        if first and self._negative.first(first, now_ns) == 0:
-            asking.prompt.found(b"", b"")
-            first = asking.prompt.next(1)
-        return not first
+        if asking.names and not asking.again and self._negative.first(asking.names[:1], now_ns) == 0:
+            asking.request.prompt.found(b"", b"")
+            asking.names = asking.request.prompt.next(FIRST_DIGESTS)
+        return not asking.names
 
     def asked(self, request: Request) -> None:
         """Its urgency changed."""
@@ -172,10 +149,12 @@ class LookUps:
         while self._queue and room > 0:
             _, key = heapq.heappop(self._queue)
             if (asking := self._waiting.pop(key, None)) is not None and self._lives(asking.request):
-                most = FIRST_DIGESTS if asking.asked_ns < 0 else SLICE_DIGESTS
-                asking.asked_ns = now_ns if asking.asked_ns < 0 else asking.asked_ns
-                start = asking.prompt.blocks if isinstance(asking.prompt, Leading) else 0
-                questions.append(Question(asking.request, asking.prompt.next(most), start, asking))
+                if asking.asked_ns < 0:
+                    asking.asked_ns = now_ns
+                else:
+                    asking.names = asking.request.prompt.next(SLICE_DIGESTS)
+                questions.append(Question(asking.request, asking.names, asking=asking))
+                asking.names = ()
                 room -= len(questions[-1].digests)
         return questions
 
@@ -197,46 +176,43 @@ class LookUps:
                 self._room -= len(blocks)
         return questions
 
-    def answered(self, number: int, found: Sequence[Found] | None, now_ns: int) -> list[Answer]:
+    def answered(self, number: int, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost]:
         """Take what was found for each question of a batch; None: the store cannot say."""
         if self._flight is None or number != self._flight.number:
             return []  # given up before
         batch, self._flight = self._flight, None
-        if found is None:
-            askings = (question.asking for question in batch.questions)
-            return [self._give_up(each, now_ns) for each in askings if each and self._lives(each.request)]
-        answers = list[Answer]()
-        for question, (present, on_disk) in zip(batch.questions, found, strict=True):
-            first = present.find(0)
+        answers = list[Answer | Lost]()
+        for question, each in zip(batch.questions, found or repeat(None, len(batch.questions)), strict=True):
+            first = -1 if each is None else each.present.find(0)
             if first >= 0:
                 self._negative.add(question.digests[first], now_ns, asked_ns=batch.asked_ns)
             if not self._lives(question.request):
                 continue
-            if question.asking is not None:
-                answers += self._found(question.asking, question.digests, present, on_disk, now_ns)
-            elif first >= 0:
-                answers += self._lost(question, first)
+            if question.asking is None:
+                answers += self._lost(question, first) if first >= 0 else []
+            elif each is None:
+                answers.append(self._give_up(question.asking, now_ns))
+            else:
+                answers += self._found(question.asking, question.digests, each, now_ns)
         return answers
 
-    def _found(
-        self, asking: Asking, digests: Sequence[bytes], present: bytes, on_disk: bytes, now_ns: int
-    ) -> list[Answer]:
+    def _found(self, asking: Asking, digests: Sequence[bytes], found: Found, now_ns: int) -> list[Answer]:
         """Answer a request with nothing left to ask; the others wait for their next slice."""
+        prompt, present = asking.request.prompt, found.present
         if bad := self._negative.lasting(digests, now_ns):  # whatever the store says of them
             present = bytes(0 if index in bad else each for index, each in enumerate(present))
-        asking.prompt.found(present, on_disk)
-        if self._settled(asking, now_ns):
+        prompt.found(present, found.on_disk)
+        if prompt.settled:
             return [self._answer(asking, now_ns)]
         asking.since_ns = now_ns
         self._wait(asking)
         return []
 
-    def _lost(self, question: Question, first: int) -> list[Answer]:
-        """Shorten a request by a block that the store has no more, if it still wants that one."""
+    def _lost(self, question: Question, first: int) -> list[Lost]:
+        """Note a block that the store has no more, if its request still wants that one."""
         request, block = question.request, question.start + first
-        if block >= request.limit or request.digest(block) != question.digests[first]:
-            return []
-        return [Answer(request, block, request.on_disk, renewal=True)]
+        wanted = block < request.limit and request.digest(block) == question.digests[first]
+        return [Lost(request, block)] if wanted else []
 
     def give_up(self, now_ns: int) -> list[Answer]:
         """Answer every waiting request, since the store does not; those of a batch that is out wait for its end.
@@ -269,7 +245,7 @@ class LookUps:
 
     def _give_up(self, asking: Asking, now_ns: int) -> Answer:
         """Answer with what is known, or staged. Hits stay hits as long as they are not renewed."""
-        asking.prompt.give_up()
+        asking.request.prompt.give_up()
         return self._answer(asking, now_ns, unavailable=True)
 
     def _answer(self, asking: Asking, now_ns: int, *, unavailable: bool = False) -> Answer:
@@ -278,18 +254,12 @@ class LookUps:
         The lease counts from its first slice.  Where its staged blocks are taken back, it fetches them again and needs
         the lease for them, too.
         """
-        request, prompt, on_disk = asking.request, asking.prompt, b""
-        if isinstance(prompt, Leading):
-            blocks = most = prompt.blocks
-            before = max(0, prompt.blocks - len(prompt.on_disk) - request.local)
-            on_disk = request.on_disk[:before].ljust(before, b"\0") + prompt.on_disk
-        else:
-            blocks, most = 0, prompt.most_blocks
+        request = asking.request
         if not asking.again:
             due_ns = (now_ns if asking.asked_ns < 0 else asking.asked_ns) + self._renew_ns
-            for part in range(request.local, most, BATCH_DIGESTS):
+            for part in range(0, request.prompt.most_blocks, BATCH_DIGESTS):
                 heapq.heappush(self._renewals, (due_ns, request.sequence, part, request.key))
-        return Answer(request, blocks, on_disk, unavailable, again=asking.again)
+        return Answer(request, unavailable, asking.again)
 
     def _lives(self, request: Request) -> bool:
         """Whether it has not ended, and is not void. A faulty engine may have hinted another request under its key."""

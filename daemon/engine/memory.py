@@ -34,7 +34,7 @@ class EngineInfo(NamedTuple):
     """
 
     engine_id: str
-    block_tokens: int
+    groups: Groups
     scheduler: SchedulerInfo
     workers: Sequence[WorkerInfo]
     pid: int = 0
@@ -44,17 +44,7 @@ class EngineInfo(NamedTuple):
     @property
     def model(self) -> str:
         """Return the model's name, as its keys have it."""
-        return self.workers[0].key_prefix.partition("@tp_rank:")[0].rpartition("@")[2]
-
-    @property
-    def groups(self) -> Groups | None:
-        """Return the rules of its KV groups; None for one group."""
-        return self.scheduler.kv_groups
-
-    @property
-    def kv_groups(self) -> int:
-        """Return the number of its KV groups."""
-        return 1 if self.groups is None else len(self.groups.groups)
+        return self.workers[0].key_prefixes[0].partition("@tp_rank:")[0].rpartition("@")[2]
 
     @property
     def block_bytes(self) -> list[int]:
@@ -142,7 +132,7 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
     """
     wants, slots = engine.scheduler, slots_for(config.staging, engine.block_bytes)
     save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
-    names = wants.max_blocks if engine.groups is None else engine.groups.names(wants.max_blocks)
+    names = engine.groups.names(wants.max_blocks)
     longest = pages_of(names)
     page_count = max(LONGEST * longest, min(FLAGS * longest, TABLE_BYTES // (4 * PAGE_ENTRIES)))
     ring_bytes = power_of_two_at_least(4 * wants.max_hint_bytes)

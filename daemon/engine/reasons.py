@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..planning.requests import Failure, Request
+from ..planning.requests import Failure
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..telemetry.trace import Missing, Work
@@ -41,17 +41,13 @@ class Reasons:
         starved_ns = self._starved_ns[lane] + (now_ns - since_ns if since_ns else 0)
         return Work(lane, *meter.total(now_ns), starved_ns, meter.known.get("hour"))
 
-    def missing(self, request: Request, blocks: int, aside: Collection[str]) -> Missing:
-        """Say why the store lacks the request's block behind `blocks`, while it sets the storage nodes `aside`."""
-        return self.lacks(request.digest(blocks) if blocks < request.blocks else b"", aside)
-
-    def lacks(self, digest: bytes, aside: Collection[str]) -> Missing:
-        """Say why the store lacks this block; nothing for none."""
-        if not digest:
+    def missing(self, name: bytes, aside: Collection[str]) -> Missing:
+        """Say why the store lacks this block, while it sets the storage nodes `aside`; nothing for none."""
+        if not name:
             return Missing()
-        if digest in self.stored:
+        if name in self.stored:
             return Missing("storage_node", owners=_names(aside)) if aside else Missing("evicted")
-        if namespace := self._histories.holder(digest, self._uid, self.stored):
+        if namespace := self._histories.holder(name, self._uid, self.stored):
             return Missing("other_namespace", namespace)
         return Missing("never_stored")
 

@@ -105,7 +105,7 @@ class Saver:
         if record.reset_generation < self.generation or not saving:
             self._take_in(slots)
             return [Put(save, slots[part], failed=len(slots[part])) for part in parts]
-        blocks = list(zip(record.hashes, slots, strict=True))
+        blocks = list(zip(record.names, slots, strict=True))
         self._puts += [Put(save, slots[part], blocks[part]) for part in parts]
         return []
 

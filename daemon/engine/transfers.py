@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import accumulate, chain, compress, islice
 from typing import Any, NamedTuple
 
+from ...kv.keys import name_of, whole_prefix
 from ...shmring.wire.attach import WorkerInfo
 from ..store.client import Medium, Store
 from ..store.errors import ErrorClass, StoreUnavailable
-from ..store.keys import name_of, whole_prefix
 from ..store.storage_nodes import Get
 from .staging import HostStaging
 
@@ -45,15 +45,13 @@ class RankLayout:
     """Where one engine's blocks lie: the store key prefixes of the ranks, which a reset replaces, and their staging.
 
     `prefixes[g][r]`: of rank r's blocks of KV group g.  Ranks with one prefix hold the same bytes of that group.  Rank
-    r fills the save slots with slot % count == index, where (count, index) = replicas[r].  `named`: a block's name is
-    its digest and, in a last byte, the number of its group.  `written`: by prefix, what is written of values that may
-    have zeros elsewhere (`WorkerInfo.written`).
+    r fills the save slots with slot % count == index, where (count, index) = replicas[r].  `written`: by prefix, what
+    is written of values that may have zeros elsewhere (`WorkerInfo.written`).
     """
 
     prefixes: tuple[tuple[str, ...], ...]
     replicas: tuple[tuple[int, int], ...]
     staging: HostStaging
-    named: bool = False
     written: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -68,20 +66,14 @@ class RankLayout:
 
     def of_block(self, name: bytes) -> list[list[int]]:
         """Return the `shards` of this block."""
-        return self.shards[name[-1] if self.named else 0]
+        return self.shards[name[-1]]
 
     @classmethod
     def of(
-        cls,
-        workers: Sequence[WorkerInfo],
-        staging: HostStaging,
-        *,
-        named: bool = False,
-        owner: str = "",
-        weights: str = "",
+        cls, workers: Sequence[WorkerInfo], staging: HostStaging, *, owner: str = "", weights: str = ""
     ) -> RankLayout:
         """Return the layout of ranks that `check_replicas` accepted. `owner`, `weights`: of their keys (keys.py)."""
-        replicas = tuple((worker.put_factor, worker.put_turn) for worker in workers)
+        replicas = tuple((worker.replicas, worker.replica_index) for worker in workers)
         ranks = [[whole_prefix(owner, each, weights) for each in worker.key_prefixes] for worker in workers]
         written = {
             prefix: borders
@@ -89,7 +81,7 @@ class RankLayout:
             for group, prefix in enumerate(prefixes)
             if (borders := worker.written_of(group)) != (0, worker.block_bytes)
         }
-        return cls(tuple(zip(*ranks, strict=True)), replicas, staging, named, written)
+        return cls(tuple(zip(*ranks, strict=True)), replicas, staging, written)
 
     @cached_property
     def _prefixes(self) -> list[list[str]]:
@@ -98,6 +90,11 @@ class RankLayout:
             [prefixes[first] for first, *_ in shards]
             for prefixes, shards in zip(self.prefixes, self.shards, strict=True)
         ]
+
+    @cached_property
+    def _heads(self) -> list[str]:
+        """Return the prefix of each group; none where a block has several shards."""
+        return [] if any(len(each) > 1 for each in self._prefixes) else [first for [first] in self._prefixes]
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
@@ -111,18 +108,15 @@ class RankLayout:
             for ranks in self.of_block(name)
         ]
 
-    def keys(self, digests: Iterable[bytes]) -> list[str]:
+    def keys(self, names: Sequence[bytes]) -> list[str]:
         """Return the keys of these blocks, block by block: one for each shard."""
-        if self.named:
-            return [prefix + each[:-1].hex() for each in digests for prefix in self._prefixes[each[-1]]]
-        prefix, *others = self._prefixes[0]
-        if not others:
-            return [prefix + name for name in map(bytes.hex, digests)]
-        return [each + name for name in map(bytes.hex, digests) for each in (prefix, *others)]
+        if heads := self._heads:
+            return [heads[name[-1]] + name[:-1].hex() for name in names]
+        return [prefix + name[:-1].hex() for name in names for prefix in self._prefixes[name[-1]]]
 
     def first_key(self, name: bytes) -> str:
         """Return the key of the block's first shard."""
-        return self.prefixes[name[-1]][0] + name[:-1].hex() if self.named else self.prefixes[0][0] + name.hex()
+        return self.prefixes[name[-1]][0] + name[:-1].hex()
 
     def joined(self, names: Sequence[bytes], parts: Sequence[bool]) -> bytearray:
         """Return a byte for each block, from a truth for each of its `keys`: whether all are true."""
@@ -132,7 +126,7 @@ class RankLayout:
         return bytearray(all(list(islice(rest, len(self.of_block(name))))) for name in names)
 
     def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
-        """Return the values of (digest, slot) blocks, in the order of `keys`.
+        """Return the values of (name, slot) blocks, in the order of `keys`.
 
         They lie with the first rank of a shard, or with the one that filled the slot.
         """
@@ -145,7 +139,7 @@ class RankLayout:
             parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
         else:
             firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
-            parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1] if self.named else 0]]
+            parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1]]]
         return _Values(
             keys,
             [slot for slot, _ in parts],
@@ -154,7 +148,7 @@ class RankLayout:
         )
 
 
-def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
+def check_replicas(workers: Sequence[WorkerInfo], groups: int) -> None:
     """Raise ValueError unless ranks that share a key prefix write parts of one size, and the same bytes of them.
 
     No two KV groups may share one.  Of ranks that share those of all groups, one must fill each save slot.
@@ -170,7 +164,7 @@ def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
         if len(sizes := {workers[rank].block_bytes for rank in ranks}) > 1:
             raise ValueError(
                 "ranks with one key prefix must have blocks of one size: "
-                f"key_prefix={workers[ranks[0]].key_prefix!r} block_bytes={sorted(sizes)}"
+                f"key_prefix={workers[ranks[0]].key_prefixes[group]!r} block_bytes={sorted(sizes)}"
             )
         if len({workers[rank].written_of(group) for rank in ranks}) > 1:
             raise ValueError(
@@ -178,11 +172,11 @@ def check_replicas(workers: Sequence[WorkerInfo], groups: int = 1) -> None:
                 f"key_prefix={workers[ranks[0]].key_prefixes[group]!r} ranks={ranks}"
             )
     for ranks in _replicas([worker.key_prefixes for worker in workers]):
-        prefix = workers[ranks[0]].key_prefix
-        turns = [(workers[rank].put_factor, workers[rank].put_turn) for rank in ranks]
+        prefix = workers[ranks[0]].key_prefixes[0]
+        turns = [(workers[rank].replicas, workers[rank].replica_index) for rank in ranks]
         if sorted(turns) != [(len(turns), turn) for turn in range(len(turns))]:
             raise ValueError(
-                f"ranks with one key prefix must take turns: key_prefix={prefix!r} (put_factor, put_turn)={turns} "
+                f"ranks with one key prefix must take turns: key_prefix={prefix!r} (replicas, replica_index)={turns} "
                 f"expected=({len(turns)}, 0 to {len(turns) - 1})"
             )
 
@@ -250,7 +244,7 @@ def look_up(
 def fetch(
     store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, get: Get | None = None
 ) -> list[ErrorClass]:
-    """Read (digest, slot) blocks into their slots; a block is OK when every rank's part is there.
+    """Read (name, slot) blocks into their slots; a block is OK when every rank's part is there.
 
     A part that several ranks hold is read once and copied to the others.  A part that may be there soon is tried once
     more.  The caller sets `get.late` when it gives this fetch up, and `get.dropped` when nobody wants it unless it has
@@ -314,7 +308,7 @@ def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorCla
 
 
 def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], *, locate: bool = False) -> SaveResult:
-    """Put (digest, slot) blocks that are not there yet, each part from the replica that filled the slot.
+    """Put (name, slot) blocks that are not there yet, each part from the replica that filled the slot.
 
     With `locate`, also ask in which medium they are now.
     """

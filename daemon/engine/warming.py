@@ -46,7 +46,7 @@ def about(engine: EngineInfo, epoch: int) -> Warmed:
     return Warmed(
         engine=engine.engine_id,
         epoch=epoch,
-        block_tokens=engine.block_tokens,
+        block_tokens=engine.groups.unit_tokens,
         hash_algorithm=engine.scheduler.hash_algorithm,
         hash_probe=engine.scheduler.hash_probe,
     )
@@ -84,7 +84,7 @@ class Warming:
         elif len(self._batches) > MAX_WAITING:
             self._refuse(number, f"too many warm requests wait for this engine: waiting={MAX_WAITING}")
         else:
-            chains = [[bytes.fromhex(digest) for digest in chain] for chain in warm.chains]
+            chains = [[bytes.fromhex(digest) + b"\0" for digest in chain] for chain in warm.chains]
             self._batches.append(_Batch(number, warm.run, chains))
 
     def next_question(self, now_ns: int) -> Question | None:

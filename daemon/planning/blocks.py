@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any
@@ -61,10 +61,10 @@ class Blocks:
             yield run
             start += len(run.slots)
 
-    def find(self, hashes: bytes, digest_bytes: int, start: int, stop: int) -> Run | None:
+    def find(self, hashes: bytes | bytearray, digest_bytes: int, start: int, stop: int) -> Run | None:
         """Return the run at the start of blocks [start, stop) of a prompt, cut to them; None if the first is absent."""
         at = start * digest_bytes
-        slot = self._index.get(hashes[at : at + digest_bytes])
+        slot = self._index.get(bytes(hashes[at : at + digest_bytes]))
         if slot is None:
             return None
         run = self.cut(slot)
@@ -75,9 +75,10 @@ class Blocks:
             self._split(run, same)
         return run
 
-    def holds(self, digest: bytes) -> bool:
-        """Whether the block is in staging, or on its way."""
-        return digest in self._index
+    @property
+    def holds(self) -> Callable[[bytes], bool]:
+        """Return whether a block is in staging, or on its way. No Python runs for each block that is asked about."""
+        return self._index.__contains__
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Count the leading digests that are absent and differ from each other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
+from ...kv.prompts import Choice
 from .blocks import Blocks
 from .queues import Queues
 from .requests import Broken, Failure, Publication, Request, TakenBack
@@ -21,8 +22,8 @@ class Holdings:
 
     def pin_known(self, request: Request, stop: int) -> None:
         """Pin the request's next blocks, up to the first that is neither in staging nor on its way."""
-        hashes, size = request.hashes, request.hash_bytes
-        while request.issued < stop and (run := self._blocks.find(hashes, size, request.issued, stop)) is not None:
+        names, size = request.names, request.prompt.name_bytes
+        while request.issued < stop and (run := self._blocks.find(names, size, request.issued, stop)) is not None:
             self.hold(request, run)
 
     def hold(self, request: Request, run: Run) -> None:
@@ -32,37 +33,33 @@ class Holdings:
         request.issued += len(run)
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
-        """Publish the blocks that became contiguous; final once no more will come. `now_ns`: 0 if no bytes arrived."""
+        """Publish what the staged blocks show; final once no more will come. `now_ns`: 0 if no bytes arrived."""
         if request.final or request.limit < 0:
             return
-        local, held, start = request.local, request.held, request.ready
+        held, start = request.held, request.ready
         ready = start
-        for run in self._blocks.runs(held[start - local :]):
+        for run in self._blocks.runs(held[start:]):
             if run.state is not BlockState.STAGED:
                 break
             ready += len(run)
         request.ready = ready
-        if ready < request.issued:
-            if run.state is BlockState.FAILED:
-                request.failure = run.failure
-                if request.whole:
-                    self.lose(request, range(ready, ready + len(run)))
-                    return
-                self.shorten(request, ready)
-            elif request.waits is not run:
-                run.waiters.append(request)
-                request.waits = run
         if now_ns and ready > start:
             request.first_byte_ns = request.first_byte_ns or now_ns
             request.last_byte_ns = now_ns
-            self._blocks.join(held, start - local, ready - local)
-        final = ready >= request.limit
-        if request.whole:
-            if final:
-                count = request.all_of_them if ready == request.blocks else request.none_of_them
-                self.changes.append(Publication(request, 0, held[:ready], count, final))
-        elif ready > start or final:
-            self.changes.append(Publication(request, start, held[start - local : ready - local], ready, final))
+            self._blocks.join(held, start, ready)
+        if ready < request.issued:
+            if run.state is BlockState.FAILED:
+                request.failure = run.failure
+                self.lose(request, range(ready, ready + len(run)))
+                return
+            if request.waits is not run:
+                run.waiters.append(request)
+                request.waits = run
+        final, shown = ready >= request.limit, request.prompt.shown(ready)
+        if final or shown > request.shown:
+            slots, published = held[request.published : ready], request.published
+            request.published, request.shown = ready, shown
+            self.changes.append(Publication(request, published, slots, shown, final))
         if final:
             self.end(request)
 
@@ -73,34 +70,48 @@ class Holdings:
             self.served.add(request.sequence)
 
     def shorten(self, request: Request, limit: int) -> None:
-        """Give up the blocks from `limit` on."""
+        """Stage no more than so many leading blocks."""
         request.limit = limit
-        self._unpin(request, limit - request.local)
+        self._unpin(request, limit)
         request.issued = min(request.issued, limit)
+        self.advance(request)
+        self._queues.nearer()
 
     def stop(self, request: Request, failure: Failure) -> None:
-        """No more blocks can come: go on with those that it has, or, for a whole request, without the others."""
+        """No more blocks can come: go on with those that it has."""
         request.failure = failure
-        if request.whole:
-            self.lose(request, range(request.issued, request.blocks))
-        else:
-            request.limit = request.issued
-            self.advance(request)
+        self.lose(request, range(request.issued, request.limit))
 
     def lose(self, request: Request, blocks: range) -> None:
-        """These blocks of a whole request will not come."""
-        request.limit = -1
-        self.changes.append(Broken(request, blocks))
+        """These blocks will not come: go on with the next shorter prefix."""
+        request.prompt.lost(blocks)
+        if request.prompt.partial:
+            self.choose(request, min(blocks.start, request.issued))
+        else:
+            request.limit = -1
+            self.changes.append(Broken(request))
 
-    def choose(self, request: Request, hashes: bytes) -> None:
-        """Give a whole request other blocks. Of those that it holds, the leading ones of them keep their pins."""
-        before, request.held = request.held, array("I")
-        request.hashes, request.issued, request.ready, request.waits = hashes, 0, 0, None
-        request.limit = request.blocks
+    def choose(self, request: Request, good: int) -> Choice:
+        """Give a request the longest prefix there is; of those that it holds, `good` blocks may be part of it."""
+        choice, before = request.prompt.choose(), array("I")
+        if choice.names is request.names:
+            self._unpin(request, min(good, choice.entries))
+        else:
+            request.names, before, request.held = choice.names, request.held, before
+            request.ready = request.published = 0
+        request.issued, request.limit, request.waits = len(request.held), choice.entries, None
+        request.on_disk = choice.on_disk if 1 in choice.on_disk else b""
         self.pin_known(request, request.limit)
-        if before:
+        if before:  # after the pins of the same blocks in their new places
             self._blocks.unpin(before, request.sequence)
             self._queues.changed()
+        if request.stopped:
+            request.limit = request.issued
+        self.advance(request)
+        self._queues.nearer()
+        if request.wants_work:
+            self._queues.enter(request)
+        return choice
 
     def take_back(self, request: Request) -> None:
         """Give up all blocks for now; the request finds those that still lie in staging when its turn comes."""
@@ -109,13 +120,14 @@ class Holdings:
         # Nobody looked up the blocks that it found in staging: their runs know the lane.
         lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
         request.on_disk = lanes + request.on_disk[len(lanes) :]
-        request.ready = request.issued = request.local
+        request.ready = request.issued = request.published = 0
+        request.shown = request.prompt.local_blocks
         request.final = False
         request.taken_back += 1
         self.served.discard(request.sequence)
         self._unpin(request, 0)
         if request.stopped:  # nothing is fetched again
-            request.limit = request.local
+            request.limit = 0
             self.advance(request)
 
     def drop(self, request: Request) -> None:
@@ -127,7 +139,7 @@ class Holdings:
 
     def void(self, request: Request) -> None:
         """Keep the blocks that it holds, but fetch and publish nothing more for it."""
-        request.limit = request.local
+        request.limit = 0
         self.end(request)
 
     def _withdraw(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence, Set
 
-from ...kv.prompts import Prompt
+from ...kv.prompts import Choice, Prompt
 from .blocks import Blocks
 from .ceiling import Ceiling
 from .holdings import Holdings
@@ -61,83 +61,53 @@ class Planner:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def hint(self, key: Key, hashes: bytes, hash_bytes: int, local: int, priority: int, arrived_ns: int = 0) -> Request:
-        """A request arrived. This pins its blocks [local, issued), which are in staging or on their way.
+    def hint(self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0) -> Request:
+        """A request arrived. This pins leading blocks that are in staging or on their way.
 
-        The caller looks up the digests [issued, blocks), then calls looked_up().
+        The caller lets its prompt ask the store, then calls choose().
         """
         self._sequence += 1
-        request = Request(
-            key, hashes, hash_bytes, local, priority, self._sequence, arrived_ns, ready=local, issued=local
-        )
+        local = prompt.local_blocks
+        request = Request(key, prompt, priority, self._sequence, prompt.names, arrived_ns, shown=local)
         self.requests[key] = self._numbers[request.sequence] = request
         self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
+        if request.issued:
+            prompt.holds(request.issued)
         self._queues.nearer()
         return request
 
-    def hint_whole(self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0) -> Request:
-        """A request arrived whose blocks, all or none, `choose` names, once its prompt knows which there are."""
-        self._sequence += 1
-        request = Request(
-            key, b"", 1, 0, priority, self._sequence, arrived_ns, prompt=prompt, none_of_them=prompt.local_blocks
-        )
-        self.requests[key] = self._numbers[request.sequence] = request
-        self._queues.arrived(request)
-        return request
+    def choose(self, request: Request) -> Choice:
+        """The request's prompt knows the longest prefix: stage it.
 
-    def choose(self, request: Request, hashes: bytes, hash_bytes: int, count: int, on_disk: bytes = b"") -> None:
-        """A whole request gets these blocks, which the store holds, and shows `count` when all are staged.
-
-        Where some will not come, there is a Broken, and the caller chooses again.
+        Where a block will not come, the next shorter one is staged.  There is a Broken where that needs other blocks:
+        then the caller asks the store for them, and chooses again.
         """
-        if request.final:
-            return
-        request.hash_bytes, request.all_of_them = hash_bytes, count
-        request.on_disk = on_disk if any(on_disk) else b""
-        self._holdings.choose(request, hashes)
-        self._rank(request)
-        self._holdings.advance(request)
-        self._queues.nearer()
-        if request.wants_work:
-            self._queues.enter(request)
+        waits = self.fetch_waits
+        choice = self._holdings.choose(request, request.issued)
+        if not request.ranked:
+            self._rank(request, waits=waits)
+        return choice
 
-    def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
-        """The store holds blocks [local, found).
+    def fetch_nothing(self, request: Request) -> None:
+        """Show a request no more than its local blocks."""
+        self._holdings.shorten(request, 0)
 
-        `on_disk`: a byte per block from `local` on, 1 for a block that lies only on disk.  A further call, for a
-        request that waited long, can only shorten its prefix.
+    def lost(self, request: Request, block: int) -> None:
+        """The store has this block of the request no more. It keeps those that are staged, or on their way."""
+        if not request.final and request.issued <= block < request.limit:
+            request.failure = Failure("lease")
+            self._holdings.lose(request, range(block, block + 1))
+
+    def _rank(self, request: Request, *, waits: bool) -> None:
+        """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later.
+
+        `waits`: others wait for a fetch.
         """
-        request = self.requests.get(key)
-        if request is None or request.final:
-            return
-        limit = max(request.local, min(found, request.blocks))
-        if request.whole:
-            if max(request.issued, limit) < request.limit:
-                self._holdings.lose(request, range(limit, limit + 1))
-            return
-        request.on_disk = on_disk if any(on_disk) else b""
-        if request.limit < 0:
-            self._holdings.shorten(request, limit)
-            self._holdings.pin_known(request, limit)
-            if request.stopped:
-                request.limit = request.issued
-            self._rank(request)
-        elif limit < request.limit:
-            request.limit, request.failure = max(request.issued, limit), Failure("lease")
-        self._holdings.advance(request)
-        self._queues.nearer()
-        if request.wants_work:
-            self._queues.enter(request)
-
-    def _rank(self, request: Request) -> None:
-        """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later."""
-        if request.ranked or request.limit < 0:
-            return
         request.ranked = True
-        if not self.fetch_waits:
+        if not waits:
             self._free_ns = 0
-        disk = sum(request.on_disk[request.issued - request.local :])
+        disk = sum(request.on_disk[request.issued :])
         memory = request.limit - request.issued - disk
         fetch_ns = int(memory * self.block_ns[Lane.MEMORY] + disk * self.block_ns[Lane.DISK])
         begin_ns = max(request.due_ns, self._free_ns)
@@ -146,6 +116,8 @@ class Planner:
         self._queues.arrived(request)
         if request.sequence in self.blocks.sole:
             self.blocks.sole_changed.add(request.sequence)
+        if request.wants_work:
+            self._queues.enter(request)
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request while it was pending."""
@@ -162,11 +134,11 @@ class Planner:
     def stop(self, key: Key) -> list[int]:
         """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.
 
-        It is final once that is there. Not for a whole request, which has no use for a part.  Return the numbers of the
-        orders that the caller may `drop` one by one, the last one first: their blocks are for this request alone.
+        It is final once that is there.  Return the numbers of the orders that the caller may `drop` one by one, the
+        last one first: their blocks are for this request alone.
         """
         request = self.requests.get(key)
-        if request is None or request.whole or request.stopped:
+        if request is None or request.stopped:
             return []
         request.stopped = True  # of a final request, too: it may lose its blocks
         if request.limit >= 0 and not request.final:
@@ -178,7 +150,7 @@ class Planner:
 
     def _last_orders(self, request: Request) -> list[int]:
         """Return the orders for this request alone, the last one first, up to one that brings blocks for others."""
-        slots, found = set(request.held[request.ready - request.local :]), list[int]()
+        slots, found = set(request.held[request.ready :]), list[int]()
         for order in reversed(self._orders.values()):
             if slots.isdisjoint(order.slots):
                 continue
@@ -204,8 +176,7 @@ class Planner:
         request = self.requests.get(key)
         if request is not None:
             for some in filter(None, loaded):
-                start, stop = (max(0, block - request.local) for block in (some.start, some.stop))
-                self.blocks.loaded(request.held, start, stop)
+                self.blocks.loaded(request.held, some.start, some.stop)
             self._holdings.drop(request)
             del self.requests[key], self._numbers[request.sequence]
             self._queues.nearer()
@@ -434,7 +405,7 @@ class Planner:
                 return False
             request = first
         self._holdings.stop(request, Failure("no_room"))
-        return not request.whole  # it gives room back when it has other blocks
+        return True
 
     # --- what others see --------------------------------------------------------------------------------------------
 
@@ -452,9 +423,9 @@ class Planner:
         """Assert that requests, orders and the table of blocks agree. Returns the slots of unloaded blocks."""
         for request in self.requests.values():
             runs = list(self.blocks.runs(request.held))
-            assert len(request.held) == request.issued - request.local
+            assert len(request.held) == request.issued
             assert [slot for run in runs for slot in run.slots] == list(request.held), "whole runs"
             digests = tuple(digest for run in runs for digest in run.digests)
-            assert digests == request.digests(request.local, request.issued)
+            assert digests == request.digests(0, request.issued)
         in_call = {slot for order in (*self._orders.values(), *self._overdue.values()) for slot in order.slots}
         return self.blocks.check([(each.sequence, each.held) for each in self.requests.values()], in_call)

@@ -37,28 +37,27 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One hinted request. Blocks [local, ready) are published, [local, issued) pinned, [local, limit) in the store.
+    """One hinted request. Of its blocks, [0, ready) are staged, [0, issued) pinned, [0, limit) in the store.
 
-    A *whole* request, of an engine with several KV groups, has a `prompt`.  It is of use only when all its blocks are
-    staged: then its flag shows `all_of_them`, and until then or without them `none_of_them`. Its blocks are those of
-    any group, `local` is 0.
+    `names`: of its blocks, joined, in the order of its slot table: the longest prefix that its prompt found, or more.
     """
 
     key: Key
-    hashes: bytes
-    hash_bytes: int
-    local: int
+    prompt: Prompt
     priority: int
     sequence: int
+    names: bytes | bytearray
     due_ns: int = 0  # its arrival; once `ranked`, its place in the order of fetches
     limit: int = -1  # -1 until looked up
     ready: int = 0
     issued: int = 0
+    published: int = 0  # the slot table has so many entries
+    shown: int = 0  # blocks of the flag
     asked: bool = False
     final: bool = False
     lane: Lane = Lane.MEMORY  # of the next block to order
-    on_disk: bytes = b""  # 1 for each block from `local` on that lies only on disk; blocks beyond lie in memory
-    held: array[int] = field(default_factory=lambda: array("I"))  # slots of [local, issued)
+    on_disk: bytes = b""  # 1 for each block that lies only on disk; blocks beyond lie in memory
+    held: array[int] = field(default_factory=lambda: array("I"))  # slots of [0, issued)
     waits: Run | None = None  # the loading run at block `ready`
     failure: Failure | None = None  # of the first block that did not come
     taken_back: int = 0  # times
@@ -68,37 +67,29 @@ class Request:
     last_byte_ns: int = 0
     stopped: bool = False  # the engine recomputes what was not under way
     ranked: bool = False
-    prompt: Prompt | None = None
-    none_of_them: int = 0
-    all_of_them: int = 0
-
-    @property
-    def whole(self) -> bool:
-        return self.prompt is not None
 
     @property
     def blocks(self) -> int:
-        return len(self.hashes) // self.hash_bytes
+        return len(self.names) // self.prompt.name_bytes
 
     def digest(self, block: int) -> bytes:
-        start = block * self.hash_bytes
-        return self.hashes[start : start + self.hash_bytes]
+        start = block * self.prompt.name_bytes
+        return bytes(self.names[start : start + self.prompt.name_bytes])
 
     def digests(self, start: int, stop: int) -> tuple[bytes, ...]:
-        size = self.hash_bytes
-        return Struct(f"{size}s" * (stop - start)).unpack(self.hashes[start * size : stop * size])
+        size = self.prompt.name_bytes
+        return Struct(f"{size}s" * (stop - start)).unpack(self.names[start * size : stop * size])
 
     def lane_of(self, block: int) -> Lane:
-        at = block - self.local
-        return Lane.DISK if at < len(self.on_disk) and self.on_disk[at] else Lane.MEMORY
+        return Lane.DISK if block < len(self.on_disk) and self.on_disk[block] else Lane.MEMORY
 
     def lane_ends(self, block: int) -> int:
         """Return the first block after this one that lies in the other lane, or `limit`."""
-        at, lane = block - self.local, self.lane_of(block)
-        end = self.on_disk.find(1 - lane, at)
+        lane = self.lane_of(block)
+        end = self.on_disk.find(1 - lane, block)
         if end < 0:
-            end = len(self.on_disk) if lane is Lane.DISK else self.limit - self.local
-        return min(self.local + end, self.limit)
+            end = len(self.on_disk) if lane is Lane.DISK else self.limit
+        return min(end, self.limit)
 
     @property
     def urgency(self) -> Urgency:
@@ -110,20 +101,19 @@ class Request:
 
 
 class Publication(NamedTuple):
-    """An order to enter `slots` from block `start` on, then to publish a count; `final`: no more will come."""
+    """An order to enter `slots` from entry `start` on, then to publish so many blocks; `final`: no more will come."""
 
     request: Request
     start: int
     slots: Sequence[int]
-    ready: int
+    blocks: int
     final: bool
 
 
 class Broken(NamedTuple):
-    """The notice that these blocks of a whole request will not come: it waits for `choose`."""
+    """The notice that a request lost chosen blocks: the next shorter prefix needs others, once `choose` is called."""
 
     request: Request
-    blocks: range
 
 
 class TakenBack(NamedTuple):

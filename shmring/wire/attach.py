@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from ...kv import MAX_GROUPS
 from .checks import KeyPrefix, Packet, shown
-
-if TYPE_CHECKING:
-    from ...kv.groups import Groups
 
 HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
@@ -22,7 +19,7 @@ Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
 class GroupInfo(Packet):
-    """A KV group's rule (see groups.Group), for an engine with several."""
+    """A KV group's rule (kv.groups.Group)."""
 
     kind: Literal["full", "window", "chunk", "state"]
     block_tokens: int = Field(ge=1, le=1 << 20)
@@ -30,26 +27,20 @@ class GroupInfo(Packet):
 
 
 class WorkerInfo(Packet):
-    """One rank's share of a block, and where its objects lie in the store (keys as vLLM's own connector has them)."""
+    """One rank's share of a block, which has the same size in each KV group, and where its values are in the store."""
 
     block_bytes: int = Field(ge=1, le=1 << 32)
-    key_prefix: KeyPrefix
-    # Key prefixes of the KV groups after the first; a block has the same size in each.
-    other_prefixes: list[KeyPrefix] = Field(default=[], max_length=MAX_GROUPS - 1)
+    # Of each KV group, as vLLM's own connector has them.
+    key_prefixes: list[KeyPrefix] = Field(min_length=1, max_length=MAX_GROUPS)
     # Of each KV group, which bytes of a block's value its layers write: begin and end of each stretch, one stretch
     # after the other. All other bytes may be zeros. Empty: the layers of every group write all bytes.
     written: list[list[Annotated[int, Field(ge=0, le=1 << 32)]]] = Field(default=[], max_length=MAX_GROUPS)
     # Replicas of this shard among the ranks, and this rank's index: it fills the save slots with
-    # slot % put_factor == put_turn.
-    put_factor: int = Field(ge=1, le=4096)
-    put_turn: int = Field(ge=0, le=4095)
+    # slot % replicas == replica_index.
+    replicas: int = Field(ge=1, le=4096)
+    replica_index: int = Field(ge=0, le=4095)
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
-
-    @property
-    def key_prefixes(self) -> list[str]:
-        """Return the key prefix of each group."""
-        return [self.key_prefix, *self.other_prefixes]
 
     def written_of(self, group: int) -> tuple[int, ...]:
         """Return `written` of one group."""
@@ -89,19 +80,11 @@ class SchedulerInfo(Packet):
     # HASH_PROBE_TOKENS. There is no probe where hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
     hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
-    # The rules of several KV groups, none for one of full attention, and the tokens of one digest of a hint then.
-    groups: list[GroupInfo] = Field(default=[], max_length=MAX_GROUPS)
-    hash_tokens: int = Field(default=1, ge=1, le=1 << 20)
+    # The rules of the KV groups, and the tokens of one digest of a hint.
+    groups: list[GroupInfo] = Field(min_length=1, max_length=MAX_GROUPS)
+    hash_tokens: int = Field(ge=1, le=1 << 20)
     # Earlier epochs that its steps may still name; the daemon sends them to the workers, which forget all others.
     live_epochs: list[int] = Field(default=[], max_length=1024)
-
-    @property
-    def kv_groups(self) -> Groups | None:
-        """Return the rules of several groups, unchecked; None for one group."""
-        from ...kv.groups import Group, Groups, Kind  # numpy, which the command line does without
-
-        groups = tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in self.groups)
-        return Groups(groups, self.hash_tokens) if groups else None
 
 
 class Hello(Packet):
@@ -115,9 +98,6 @@ class Hello(Packet):
     role: Literal["scheduler", "worker"]
     rank: int = Field(ge=0, le=4095)
     world_size: int = Field(ge=1, le=4096)
-    # KV groups, and tokens of a block; of several groups the least common multiple of theirs.
-    groups: int = Field(ge=1, le=MAX_GROUPS)
-    block_tokens: int = Field(ge=1, le=1 << 20)
     worker: WorkerInfo | None = None
     scheduler: SchedulerInfo | None = None
 

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_REQUEST_ID_BYTES = 512
+MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 
 
 NO_TRACE = bytes(24)
@@ -82,18 +83,18 @@ _HINT = struct.Struct("<BxHHHIIIiIQQ24s")
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
 _DONE = struct.Struct("<BBxxIIIQQQQQ")
-# version, hash bytes, dropped, blocks, reset generation, save id
+# version, bytes of a name, dropped, blocks, reset generation, save id
 _SAVED = struct.Struct("<BxHBxxxIxxxxQQ")
 
 
 class Hint(NamedTuple):
-    """A request arrived: `hashes` holds raw digests of `hash_bytes`, one per block of tokens, in order.
+    """A request arrived: `hashes` holds raw digests of `hash_bytes`, one per `hash_tokens` of its blocks, in order.
 
-    With several KV groups a block has the tokens of `Groups.unit_tokens`, and a digest those of `hash_tokens`.
-    Blocks [0, local_blocks) were in the engine's own prefix cache. Times are CLOCK_MONOTONIC nanoseconds. `pages` of
-    the segment are the flag's slot table, as many as entries for all blocks that are not local would need, in every KV
-    group; the entries are those of the blocks that are staged.  `trace`: the request's place in a trace, as W3C's
-    Trace Context has it: 16 bytes of trace id and 8 of the parent span's; zeros without one.
+    A block has the tokens of `Groups.unit_tokens`.  Blocks [0, local_blocks) were in the engine's own prefix cache.
+    Times are CLOCK_MONOTONIC nanoseconds.  `pages` of the segment are the flag's slot table, as many as entries for all
+    blocks that are not local would need, in every KV group; the entries are those of the blocks to load, group by
+    group.  `trace`: the request's place in a trace, as W3C's Trace Context has it: 16 bytes of trace id and 8 of the
+    parent span's; zeros without one.
     """
 
     flag: int
@@ -108,10 +109,6 @@ class Hint(NamedTuple):
     hashes: memoryview
     pages: Sequence[int]
     trace: bytes = NO_TRACE
-
-    def digest(self, block: int) -> bytes:
-        start = block * self.hash_bytes
-        return bytes(self.hashes[start : start + self.hash_bytes])
 
 
 class Ask(NamedTuple):
@@ -146,13 +143,16 @@ class Done(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Every rank copied these blocks into their save slots; with `dropped` none did, and the slots come back."""
+    """Every rank copied these blocks into their save slots; with `dropped` none did, and the slots come back.
+
+    A block's name is its digest and, in a last byte, the number of its KV group.
+    """
 
     save_id: int
     reset_generation: int
     dropped: bool
     slots: list[int]
-    hashes: list[bytes]
+    names: list[bytes]
 
 
 def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None = None) -> int:
@@ -170,7 +170,7 @@ def decode_hint(payload: memoryview) -> Hint:
     pages_at = _HINT.size + id_bytes
     hashes_at = pages_at + 4 * page_count
     size = len(payload) - hashes_at
-    if not 1 <= hash_bytes <= 64 or size <= 0 or size % hash_bytes or id_bytes > MAX_REQUEST_ID_BYTES:
+    if not 1 <= hash_bytes <= MAX_HASH_BYTES or size <= 0 or size % hash_bytes or id_bytes > MAX_REQUEST_ID_BYTES:
         raise ProtocolError(f"hint size differs: bytes={len(payload)} hashes_at={hashes_at} hash_bytes={hash_bytes}")
     if local > blocks or blocks == 0 or page_count == 0:
         raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")
@@ -203,20 +203,20 @@ def decode_done(payload: memoryview) -> Done:
 
 
 def encode_saved(saved: Saved) -> bytes:
-    count, hash_bytes = len(saved.slots), len(saved.hashes[0]) if saved.hashes else 0
-    head = _SAVED.pack(PROTOCOL, hash_bytes, saved.dropped, count, saved.reset_generation, saved.save_id)
-    return b"".join((head, struct.pack(f"<{count}I", *saved.slots), *saved.hashes))
+    count, name_bytes = len(saved.slots), len(saved.names[0]) if saved.names else 0
+    head = _SAVED.pack(PROTOCOL, name_bytes, saved.dropped, count, saved.reset_generation, saved.save_id)
+    return b"".join((head, struct.pack(f"<{count}I", *saved.slots), *saved.names))
 
 
 def decode_saved(payload: memoryview) -> Saved:
-    _, hash_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
-    wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * hash_bytes)
-    if len(payload) != wanted or hash_bytes > 64 or (not dropped and hash_bytes == 0):
-        raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} hash_bytes={hash_bytes}")
+    _, name_bytes, dropped, blocks, reset_generation, save_id = _unpack(_SAVED, payload)
+    wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * name_bytes)
+    if len(payload) != wanted or name_bytes > MAX_HASH_BYTES + 1 or (not dropped and name_bytes < 2):
+        raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} name_bytes={name_bytes}")
     slots = list(struct.unpack_from(f"<{blocks}I", payload, _SAVED.size))
-    starts = [] if dropped else range(_SAVED.size + blocks * 4, wanted, hash_bytes)
-    hashes = [bytes(payload[start : start + hash_bytes]) for start in starts]
-    return Saved(save_id, reset_generation, bool(dropped), slots, hashes)
+    starts = [] if dropped else range(_SAVED.size + blocks * 4, wanted, name_bytes)
+    names = [bytes(payload[start : start + name_bytes]) for start in starts]
+    return Saved(save_id, reset_generation, bool(dropped), slots, names)
 
 
 def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:

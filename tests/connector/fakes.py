@@ -18,6 +18,7 @@ from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.connector.support import Geometry
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter
 from kvprefetch.shmring.doorbell import Doorbell
@@ -137,7 +138,7 @@ class FakeDaemon:
         """Publish blocks [local_blocks, count) of the request's latest hint."""
         hint = self.hint(request_id)
         taken = list(slots) if slots is not None else list(range(count - hint.local_blocks))
-        self.flags.write_slots(hint.flag, hint.local_blocks, taken)
+        self.flags.write_slots(hint.flag, 0, taken)
         self.flags.set_found(hint.flag, count if found < 0 else found)
         self.move(hint.flag, FlagState.READY if ready else FlagState.HINTED, count)
         return hint
@@ -211,6 +212,9 @@ class Request:
     def digests(self, start: int, stop: int) -> list[bytes]:
         return self.block_hashes[self._ratio - 1 :: self._ratio][start:stop]
 
+    def names(self, start: int, stop: int) -> list[bytes]:
+        return [digest + b"\0" for digest in self.digests(start, stop)]
+
 
 class Blocks:
     """vLLM's KVCacheBlocks: the blocks of a request in each group, by their ids."""
@@ -222,10 +226,13 @@ class Blocks:
         return tuple([block.block_id for block in group] for group in self.blocks)
 
 
+def one_group(ratio: int = 1) -> Groups:
+    """A group of full attention with so many digests of the prompt in a block."""
+    return Groups((Group(Kind.FULL, BLOCK),), BLOCK // ratio)
+
+
 GEOMETRY = Geometry(
-    block_tokens=BLOCK,
-    hashes_per_block=1,
-    group=0,
+    groups=one_group(),
     world_size=1,
     block_bytes=BLOCK_BYTES,
     max_blocks=64,
@@ -245,7 +252,7 @@ class FakeCache(LocalCache):
         self.hits: dict[str, int] = {}  # request id -> local tokens
         self.count = 0
         self.looks = 0  # at what is local of a request
-        self.digests: dict[int, bytes] = {}  # block id -> digest
+        self.names: dict[int, bytes] = {}  # block id -> digest and group
 
     def tokens(self, request: Any) -> int:
         self.looks += 1
@@ -254,8 +261,8 @@ class FakeCache(LocalCache):
     def blocks(self) -> int:
         return self.count
 
-    def holds(self, block_id: int, digest: bytes) -> bool:
-        return self.digests.get(block_id) == digest
+    def holds(self, block_id: int, name: bytes) -> bool:
+        return self.names.get(block_id) == name
 
 
 def scheduled_output(

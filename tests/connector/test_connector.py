@@ -316,7 +316,7 @@ def test_the_worker_registers_its_shape(
         assert connector.link is not None
         shape = connector.link.hello().worker
     assert shape is not None
-    found = re.fullmatch(r"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:([0-9a-f]{32})@", shape.key_prefix)
+    found = re.fullmatch(r"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:([0-9a-f]{32})@", shape.key_prefixes[0])
     assert found is not None
     assert shape.block_bytes == 4096
     shared, *_ = [text for text in caplog.messages if "stored KV is shared" in text]
@@ -349,7 +349,7 @@ def test_with_vllms_key_format_keys_are_upstreams_and_nothing_is_compared(
         assert connector.link is not None
         shape = connector.link.hello().worker
     assert shape is not None
-    assert shape.key_prefix == "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
+    assert shape.key_prefixes[0] == "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
     assert any("nothing checks that its KV is the same" in record.message for record in caplog.records)
     connector.shutdown()
 
@@ -368,6 +368,6 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
             shape = connector.link.hello().worker
             assert shape is not None
             start = support.incarnation(connector._vllm_config)
-            assert shape.key_prefix == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
+            assert shape.key_prefixes[0] == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
             assert any("is not known" in record.message and why in record.message for record in caplog.records)
             connector.shutdown()

@@ -34,9 +34,11 @@ from vllm.v1.kv_cache_interface import (
 
 from kvprefetch.connector import fingerprint, groups
 from kvprefetch.connector.paged import PagedCache
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.connector.test_checkpoint import write_tensors
 
 BLOCKS, HEADS, TOKENS, WIDTH = 4, 2, 32, 16
+ONE_GROUP = Groups((Group(Kind.FULL, TOKENS),), TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str
     kv: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers), kv_cache_spec=served)])
     layout, written = changes.pop("layout", "1:2,2:32,3:16"), changes.pop("written", [])
     assert not changes
-    return fingerprint.of_engine(config, kv, rules=None, replicas=replicas, layout=layout, written=written)
+    return fingerprint.of_engine(config, kv, rules=ONE_GROUP, replicas=replicas, layout=layout, written=written)
 
 
 def grouped(*members: tuple[Any, tuple[str, ...]], hash_tokens: int = TOKENS) -> dict[str, str]:

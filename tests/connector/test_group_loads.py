@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvprefetch.connector.known import Known, joined_names
 from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
@@ -23,7 +21,7 @@ WINDOWS, FULL = [0, 0, 0, 0, 14, 15, 16], [21, 22, 23, 24, 25, 26, 27]
 
 
 def make_engine(**options: Any) -> Engine:
-    return Engine(groups=GROUPS, group=1, **options)
+    return Engine(groups=GROUPS, **options)
 
 
 def stage(engine: Engine, name: str, blocks: int, *, ready: bool = True) -> list[int]:
@@ -47,7 +45,7 @@ def allocated(
 
 def test_a_hint_carries_every_digest_and_pages_for_what_a_prefix_may_need() -> None:
     fine = Groups((Group(Kind.WINDOW, BLOCK // 2, BLOCK), Group(Kind.FULL, BLOCK)), BLOCK // 4)
-    engine = Engine(groups=fine, group=1, hashes_per_block=4)
+    engine = Engine(groups=fine)
     request = engine.add("r", 3 * BLOCK + 1, ratio=4)
     hint = engine.daemon.hint("r")
     assert (hint.blocks, hint.local_blocks, len(hint.pages)) == (3, 0, 1)
@@ -91,19 +89,11 @@ def test_where_vllms_blocks_are_not_the_rules_the_load_fails_and_nothing_is_comp
     assert engine.match(request) == (5 * BLOCK, True)
     order = allocated(engine, request, 5 * BLOCK, tables)
     assert (list(order.block_ids), list(order.slots)) == ([], [])
-    worker, cache, _, _ = make()
+    worker, cache, _, _ = make(groups=GROUPS)
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(order.load_id, "r", EPOCH, True, [], [])], live_epochs=(EPOCH,)))
     assert worker.failed_requests() == {"r"} == worker.received()
     assert worker.failed_requests() == set()
     assert not cache.any()
-
-
-def test_an_answer_is_for_a_whole_prefix() -> None:
-    """What a daemon publishes before it is ready is not taken."""
-    engine = make_engine(wait_policy="best_effort")
-    request = engine.add("r", 6 * BLOCK + 5)
-    stage(engine, "r", 4, ready=False)
-    assert engine.match(request) == NOTHING
 
 
 def test_part_of_an_answer_cannot_be_loaded() -> None:
@@ -129,9 +119,9 @@ def test_each_groups_block_is_saved_once_under_its_own_name() -> None:
     digests = request.block_hashes
     wanted = [digests[i] + b"\1" for i in range(6)] + [digests[i] + b"\0" for i in (4, 5)]
     (saved,) = engine.daemon.saved
-    assert sorted(saved.hashes) == sorted(wanted)
+    assert sorted(saved.names) == sorted(wanted)
     named = {15: b"\0", 16: b"\0"}
-    assert all(name[-1:] == named.get(block, b"\1") for name, block in zip(saved.hashes, order.block_ids, strict=True))
+    assert all(name[-1:] == named.get(block, b"\1") for name, block in zip(saved.names, order.block_ids, strict=True))
 
 
 def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
@@ -166,24 +156,13 @@ def test_a_finished_requests_blocks_of_both_groups_are_saved_from_the_engines_ca
     output = scheduled_output([(request, 2 * BLOCK + 5)], {"r": ([11, 12, 13], [21, 22, 23])})
     engine.side.plan_step(output, engine.side.take_loads())
     names = {11: b"\0", 12: b"\0", 21: b"\1", 22: b"\1"}
-    engine.cache.digests = {block: request.block_hashes[block % 10 - 1] + group for block, group in names.items()}
-    del engine.cache.digests[12]  # given to another request meanwhile
+    engine.cache.names = {block: request.block_hashes[block % 10 - 1] + group for block, group in names.items()}
+    del engine.cache.names[12]  # given to another request meanwhile
     engine.side.finished(request, ([11, 12, 13], [21, 22, 23]))
     engine.daemon.credits.grant(list(range(9)))
     meta = engine.side.take_loads()
     engine.side.plan_step(scheduled_output([]), meta)
     assert sorted(block for save in meta.saves for block in save.block_ids) == [11, 21, 22]
-
-
-def test_what_is_known_of_one_groups_block_says_nothing_of_anothers() -> None:
-    known, digest = Known(), bytes(range(32))
-    known.add(joined_names([digest + b"\0"]))
-    assert known.holds(joined_names([digest + bytes([group]) for group in range(4)])).tolist() == [
-        True,
-        False,
-        False,
-        False,
-    ]
 
 
 def test_a_look_up_says_what_is_stored_of_each_group() -> None:
@@ -200,16 +179,3 @@ def test_a_look_up_says_what_is_stored_of_each_group() -> None:
     meta = engine.side.take_loads()
     engine.side.plan_step(scheduled_output([(request, 2 * BLOCK + 5)], {"r": (windows, FULL)}), meta)
     assert sorted(block for save in meta.saves for block in save.block_ids) == [15, 16, 25, 26]
-
-
-def test_vllm_hears_of_requests_not_of_blocks_whose_load_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvprefetch.connector.connector import KVPrefetchConnector
-
-    for groups, requests, blocks in ((GROUPS, {"r"}, set[int]()), (None, set[str](), {1})):
-        worker = SimpleNamespace(failed_requests=lambda: {"r"}, failed_blocks=lambda: {1}, received=lambda: {"r"})
-        connector: Any = object.__new__(KVPrefetchConnector)
-        monkeypatch.setattr(connector, "worker_side", worker, raising=False)
-        monkeypatch.setattr(connector, "_geometry", SimpleNamespace(groups=groups), raising=False)
-        results = connector.get_transfer_results(set())
-        assert (results.finished_recving, results.failed_recving) == ({"r"}, requests)
-        assert connector.get_block_ids_with_load_errors() == blocks

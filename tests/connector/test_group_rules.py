@@ -93,7 +93,9 @@ def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: R
             each < local // group.block_tokens or random.random() < share
             for each in range(usable // group.block_tokens)
         ]
-        exists |= {(number, hashes[index]) for index in groups.digests(number, np.flatnonzero(there)).tolist()}
+        exists |= {
+            (number, hashes[index]) for index in ((np.flatnonzero(there) + 1) * groups.ratio(number) - 1).tolist()
+        }
     ours = upstream(groups, *shape)
     pool = coordinator.ExternalCachedBlockPool(groups.hash_tokens, exists)
     _, theirs = ours.find_longest_cache_hit(hashes, ours.align_lookup_length(usable), pool)
@@ -140,7 +142,7 @@ def test_saves_are_upstreams_store_mask(prompt: Prompt, shape: Shape, prefill: i
     kept = None if retention is None else retention * unit
     masks = upstream(groups, *shape, retention=kept).store_mask(after, before, prefill)
     for group, blocks, mask in zip(groups.groups, groups.saved(before, after, prefill, kept), masks, strict=True):
-        assert blocks.tolist() == numbers(mask, range(before // group.block_tokens, after // group.block_tokens))
+        assert list(blocks) == numbers(mask, range(before // group.block_tokens, after // group.block_tokens))
 
 
 @given(st.integers(1, 5), st.integers(2, 40), st.integers(1, 20), st.randoms(use_true_random=False))

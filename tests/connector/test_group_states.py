@@ -25,7 +25,7 @@ Offer = tuple[int, int, int]
 
 
 def make_engine(credits: Sequence[int] = range(40), **options: Any) -> Engine:
-    return Engine(groups=GROUPS, group=1, credits=credits, retention=0, **options)
+    return Engine(groups=GROUPS, credits=credits, retention=0, **options)
 
 
 def step(engine: Engine, request: Request, tokens: int, *offers: Offer) -> KVPrefetchMetadata:
@@ -47,7 +47,7 @@ def states(engine: Engine, *steps: KVPrefetchMetadata, groups: Sequence[int] = (
             blocks |= dict(zip(save.slots, save.block_ids, strict=True))
     engine.daemon.drain()
     engine.daemon.credits.grant(list(blocks))
-    named = [pair for saved in engine.daemon.saved for pair in zip(saved.hashes, saved.slots, strict=True)]
+    named = [pair for saved in engine.daemon.saved for pair in zip(saved.names, saved.slots, strict=True)]
     engine.daemon.saved.clear()
     return {name: blocks[slot] for name, slot in named if name[-1] in groups}
 
@@ -85,14 +85,14 @@ def test_states_come_before_what_a_running_request_keeps_and_wait_where_vllm_may
     digest = request.block_hashes[3]
     first = step(engine, request, 4 * BLOCK, (0, 77, 4 * BLOCK), (2, 78, 4 * BLOCK))
     assert [save.block_ids for save in first.saves] == [[77]]
-    engine.cache.digests = {78: digest + b"\2"}
+    engine.cache.names = {78: digest + b"\2"}
     engine.daemon.credits.grant([1, 2, 3, 4, 5])
     later = step(engine, request, 5)
     assert states(engine, first, later) == {digest + b"\0": 77, digest + b"\2": 78}
     engine = make_engine(credits=[])
     request = engine.admitted("r", 4 * BLOCK + 5)
     step(engine, request, 4 * BLOCK, (0, 77, 4 * BLOCK))
-    engine.cache.digests = {77: b"another's"}
+    engine.cache.names = {77: b"another's"}
     engine.daemon.credits.grant(list(range(9)))
     assert states(engine, step(engine, request, 5)) == {}
     assert engine.side.counters["save_blocks_unsaved"] == 1
@@ -139,7 +139,7 @@ def test_the_saved_states_are_those_that_vllms_own_connector_takes(
     manager = manager_of(groups, None if retention is None else retention * BLOCK)
     tokens = sum(chunks) * BLOCK + rest
     real = a_request(groups, tokens)
-    engine = Engine(groups=groups, group=groups.first_full, credits=range(64), retention=None, save_decode_cache=True)
+    engine = Engine(groups=groups, credits=range(64), retention=None, save_decode_cache=True)
     request = engine.add(real.request_id, tokens)
     engine.admit(request)
     of_states = frozenset(number for number, group in enumerate(groups.groups) if group.kind is Kind.STATE)

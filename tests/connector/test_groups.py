@@ -37,9 +37,10 @@ def uniform(*specs: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (MLA,), (uniform(FULL, MLA),)])
-def test_one_group_of_full_attention_needs_no_rules(specs: tuple[Any, ...]) -> None:
-    assert groups.of_engine(cache(*specs), 32, drafts=True) is None
+@pytest.mark.parametrize("spec", [FULL, MLA, uniform(FULL, MLA)])
+def test_one_group_of_full_attention_may_draft(spec: Any) -> None:
+    found = groups.of_engine(cache(spec), 32, drafts=True)
+    assert (found.groups, found.partial) == ((Group(Kind.FULL, 32),), True)
 
 
 @pytest.mark.parametrize(
@@ -213,5 +214,5 @@ def test_of_more_stretches_than_a_hello_takes_the_longest_are_said() -> None:
     first, second = groups.written(cache(FULL, WINDOW), {"l0": [(0, size)], "l1": places}, size, drafts=0)
     assert first == [0, size]
     assert (len(second), second[:2], second[-2:]) == (attach.MAX_BORDERS - 2, [0, 128], [size - 256, size - 192])
-    hello = {"block_bytes": size, "key_prefix": "a@", "other_prefixes": ["b@"], "put_factor": 1, "put_turn": 0}
+    hello = {"block_bytes": size, "key_prefixes": ["a@", "b@"], "replicas": 1, "replica_index": 0}
     attach.WorkerInfo.model_validate({**hello, "written": [first, second]})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvprefetch.connector import namespace, support
+from kvprefetch.connector import support
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 
@@ -94,7 +94,7 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
             config.model_config.get_total_num_kv_heads = lambda: kv_heads
             ours = support.keys_of(config, cache, tp_rank, cache_prefix)
             for group, (key, chunks) in enumerate(upstream(config, cache, tp_rank, pp_rank, cache_prefix)):
-                prefix = namespace.of_group(ours.prefix, group, ours.tp_ranks[group])
+                prefix = ours.prefixes[group]
                 assert prefix + DIGEST.hex() == key
                 mine = [slot for slot in slots if ours.saves(slot)]
                 assert len(mine) >= len(chunks)

@@ -44,21 +44,11 @@ def model(tmp_path: Path) -> Path:
 
 def test_the_prefix_ends_with_the_digest_of_what_the_fingerprint_says(model: Path) -> None:
     found = where(model)
-    assert re.fullmatch(re.escape(PREFIX) + "fp:[0-9a-f]{32}@", found.prefix)
+    assert re.fullmatch(re.escape(PREFIX) + "fp:[0-9a-f]{32}@", found.prefixes[0])
     assert {"weights", "config", "dtype", "kv_dtype", "layers", "layout", "attention"} <= found.fingerprint.keys()
     assert found.unknown == ""
     assert where(model, start=ANOTHER) == found, "a later start finds it"
     assert where(model, tp_rank=1) == found, "of ranks with the same bytes each has it"
-
-
-def test_groups_differ_in_their_number_and_in_the_rank_of_it_alone(model: Path) -> None:
-    """Also where the model's name looks like the number of a group, or like a rank."""
-    for prefix in (where(model).prefix, "a@group:0@b@tp_rank:7@c" + PREFIX, PREFIX):
-        assert namespace.of_group(prefix, 0, 0) == prefix
-        other = namespace.of_group(prefix, 12, 0)
-        at = other.rindex("@group:12@")
-        assert (other[:at], other[at + 10 :]) == (prefix[:at], prefix[at + 9 :])
-        assert namespace.of_group(prefix, 0, 3) == prefix.replace("@tp_rank:0@", "@tp_rank:3@")
 
 
 def test_engines_whose_kv_differs_in_anything_have_no_key_in_common(model: Path, tmp_path: Path) -> None:
@@ -69,25 +59,25 @@ def test_engines_whose_kv_differs_in_anything_have_no_key_in_common(model: Path,
         where(model, known=running(isa="vec")),
         where(model, hf_overrides={"rope_theta": 5.0}),
     ]
-    assert len({each.prefix for each in unlike}) == len(unlike)
+    assert len({each.prefixes for each in unlike}) == len(unlike)
 
 
 def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its ranks share it, or those that hold the same bytes could not take turns; nobody else does."""
-    right = where(model).prefix
+    right = where(model).prefixes
     (model / "model.safetensors").unlink()
     first = where(model)
     assert "there are no weights to read" in first.unknown
-    assert (first.prefix, where(model, tp_rank=1).prefix) == (f"{PREFIX}fp:{START}@",) * 2
-    assert where(model, start=ANOTHER).prefix == f"{PREFIX}fp:{ANOTHER}@" != right
+    assert first.prefixes == where(model, tp_rank=1).prefixes == (f"{PREFIX}fp:{START}@",)
+    assert where(model, start=ANOTHER).prefixes == (f"{PREFIX}fp:{ANOTHER}@",) != right
     write_model(model)
-    assert where(model).prefix == right
+    assert where(model).prefixes == right
     for broken in ({"known": AttributeError("no such field")}, {"hf_overrides": lambda config: config}):
-        assert where(model, **broken).prefix == first.prefix
+        assert where(model, **broken).prefixes == first.prefixes
     monkeypatch.setattr(checkpoint, "sample", lambda files: (_ for _ in ()).throw(OSError("gone")))
-    assert where(model).prefix == first.prefix
+    assert where(model).prefixes == first.prefixes
 
 
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:

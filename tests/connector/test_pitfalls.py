@@ -85,9 +85,9 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         settings: Any = SimpleNamespace(enable_ssd_offload=False, private=True)
         store = Store(settings, structlog.get_logger())
         store.adopt(Joined(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)))
-        rank = WorkerInfo(block_bytes=64, key_prefix="model@", put_factor=1, put_turn=0)
+        rank = WorkerInfo(block_bytes=64, key_prefixes=["model@"], replicas=1, replica_index=0)
         staging: Any = SimpleNamespace(block_bytes=[64], addresses=lambda slot: [0], lost=set())
-        return transfers.fetch(store, transfers.RankLayout.of([rank], staging), [(b"digest", 0)])
+        return transfers.fetch(store, transfers.RankLayout.of([rank], staging), [(b"digest\0", 0)])
 
     def check() -> None:
         assert fetched(64) == [ErrorClass.OK]
@@ -101,17 +101,17 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
 
     def prefixes(*engines: dict[str, Any]) -> int:
         """Number of different prefixes of these engines."""
-        return len({test_namespace.where(model, **engine).prefix for engine in engines})
+        return len({test_namespace.where(model, **engine).prefixes for engine in engines})
 
     model = test_fingerprint.write_model(tmp_path / "model")
     unlike: tuple[dict[str, Any], ...] = ({}, {"dtype": "float16"}, {"known": test_fingerprint.running(isa="vec")})
     assert prefixes(*unlike) == len(unlike)
     mine, theirs = (
-        support.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefix
+        support.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefixes
         for prefix in ("bf16", "fp8")
     )
     assert mine != theirs
-    monkeypatch.setattr(RankKeys, "of", lambda self, fingerprint: self.prefix)
+    monkeypatch.setattr(RankKeys, "of", lambda self, fingerprint: self.prefixes)
     assert prefixes(*unlike) == 1
 
 

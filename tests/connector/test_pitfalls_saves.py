@@ -169,7 +169,7 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
         engine.run()
         engine.daemon.drain()
         (saved,) = engine.daemon.saved
-        assert len(saved.hashes) == 3
+        assert len(saved.names) == 3
         side = engine.workers[0].worker_side
         rows = side.link.mapped(engine.daemon.layout.epoch).rows
         assert {int(rows[slot].min()) for slot in saved.slots if side.keys.saves(slot)} == {7}
@@ -244,8 +244,8 @@ def test_p17_a_preempted_request_starts_over(
                 for request in engine.scheduler.requests.values():
                     table = engine.table(request.request_id)
                     if set(order.block_ids) <= set(table):
-                        digests = [request.block_hashes[table.index(block)] for block in order.block_ids]
-                        assert digests == waiting[order.save_id].digests
+                        names = [request.block_hashes[table.index(block)] + b"\0" for block in order.block_ids]
+                        assert names == waiting[order.save_id].names
             while len(engine.flight) >= engine.in_flight:
                 engine.process()
             engine.daemon.drain()

@@ -9,6 +9,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvprefetch.connector.prefix_cache import PrefixCache
+from kvprefetch.kv.groups import Group, Groups, Kind
 
 TOKENS = 16
 
@@ -17,8 +18,8 @@ def test_after_a_reset_it_looks_at_what_the_engine_cached_since() -> None:
     """vLLM replaces the map of cached blocks at each reset."""
     pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=TOKENS)
     manager: Any = SimpleNamespace(block_pool=pool, get_computed_blocks=lambda _: (None, TOKENS))
-    geometry: Any = SimpleNamespace(group=0, hashes_per_block=1, groups=None)
-    cache = PrefixCache(manager, geometry)
+    groups = Groups((Group(Kind.FULL, TOKENS),), TOKENS)
+    cache = PrefixCache(manager, groups)
 
     def put(digest: bytes) -> list[Any]:
         blocks = pool.get_new_blocks(1)

@@ -23,7 +23,7 @@ def engine_config(folder: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
-        model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=512, **options
+        model=str(make_checkpoint(folder, TINY)), skip_tokenizer_init=True, max_model_len=512, block_size=32, **options
     ).create_engine_config()
 
 

@@ -19,7 +19,7 @@ def finish(engine: Engine, request: Request, blocks: int, *, cached: bool = True
     """The request ends; its full blocks stay in the engine's prefix cache until they are needed."""
     ids = [100 + number for number in range(blocks)]
     if cached:
-        engine.cache.digests.update(zip(ids, request.digests(0, blocks), strict=True))
+        engine.cache.names.update(zip(ids, request.names(0, blocks), strict=True))
     engine.side.finished(request, [ids])
 
 
@@ -67,9 +67,9 @@ def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
         engine = Engine()
         request = run_short(engine, "r", 3)
         finish(engine, request, 3)
-        engine.cache.digests[101] = b"another"
+        engine.cache.names[101] = b"another"
         if not honest:
-            engine.cache.holds = lambda block_id, digest: True  # type: ignore[method-assign]
+            engine.cache.holds = lambda block_id, name: True  # type: ignore[method-assign]
         engine.daemon.credits.grant([40, 41, 42])
         (save,) = engine.step().saves
         assert save.block_ids == ([100, 102] if honest else [100, 101, 102])
@@ -158,6 +158,6 @@ def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., 
         engine.daemon.credits.grant(list(range(40, 60)))
         assert engine.scheduler.has_requests(), "stepped for what is left"
         engine.run(limit=5)
-        digests = {digest for saved in engine.daemon.saved for digest in saved.hashes}
+        digests = {digest for saved in engine.daemon.saved for digest in saved.names}
         assert len(digests) == (1 + 6 if reused else 4), "seven blocks: one of the first request is left beside six"
         assert engine.left() == []

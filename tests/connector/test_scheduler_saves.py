@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from .fakes import BLOCK, Engine, FakeDaemon, Request
+from .fakes import BLOCK, Engine, FakeDaemon, Request, one_group
 
 
 def saved_digests(engine: Engine) -> list[bytes]:
     engine.daemon.drain()
-    return [digest for saved in engine.daemon.saved for digest in saved.hashes]
+    names = [name for saved in engine.daemon.saved for name in saved.names]
+    assert {name[-1] for name in names} <= {0}, "of the only group"
+    return [name[:-1] for name in names]
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -18,7 +20,7 @@ def test_a_prompt_is_saved_block_by_block_as_it_is_computed(ratio: int) -> None:
 
     A block goes by the hash of its end, however many hashes it has.
     """
-    engine = Engine(world_size=2, hashes_per_block=ratio, credits=[40, 41, 42, 43])
+    engine = Engine(world_size=2, groups=one_group(ratio), credits=[40, 41, 42, 43])
     request = engine.admitted("r", 3 * BLOCK + 3, ratio=ratio)
     metas = [engine.step([(request, n)]) for n in (BLOCK - 1, 1, 2 * BLOCK, 3, 1)]
     assert [[save.block_ids for save in meta.saves] for meta in metas] == [[], [[100]], [[101, 102]], [], []]
@@ -52,7 +54,7 @@ def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
     engine = Engine(ring=4096, slots=256, credits=range(64))
     request = engine.admitted("r", 60 * BLOCK)
     saves = [engine.step([(request, tokens)]).saves for tokens in (60 * BLOCK, 1, 1)]
-    most = (4096 // 2 - 16 - 64) // (32 + 4)
+    most = (4096 // 2 - 16 - 64) // (33 + 4)
     assert [[len(save.slots) for save in step] for step in saves] == [[most], [60 - most], []]
     assert [block for step in saves for save in step for block in save.block_ids] == list(range(100, 160))
     assert (engine.side.counters["saves"], engine.side.counters["save_blocks"]) == (2, 60)
@@ -154,7 +156,7 @@ def test_a_copy_that_failed_on_a_rank_gives_its_slots_back_unused_and_the_next_r
     engine.acknowledge(meta, ranks=1)
     engine.daemon.drain()
     (saved,) = engine.daemon.saved
-    assert (saved.dropped, saved.slots, saved.hashes) == (True, [5], [])
+    assert (saved.dropped, saved.slots, saved.names) == (True, [5], [])
     engine.daemon.credits.grant([6])
     again = engine.admitted("again", BLOCK, salt="r")
     assert [save.slots for save in engine.step([(again, BLOCK)]).saves] == [[6]]

@@ -19,12 +19,14 @@ from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
-ALONE = RankKeys("m@tp_rank:0@", 1, 0)
+ONE_GROUP = Groups((Group(Kind.FULL, 16),), 16)
+ALONE = RankKeys(("m@tp_rank:0@",), 1, 0)
 
 
 class FakeLink:
@@ -50,7 +52,9 @@ class Fence:
         return self.done
 
 
-def make(keys: RankKeys = ALONE) -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
+def make(
+    keys: RankKeys = ALONE, groups: Groups = ONE_GROUP
+) -> tuple[WorkerSide, torch.Tensor, np.ndarray[Any, Any], PagedCache]:
     cache = torch.zeros(BLOCKS, 1, 2, 8, dtype=torch.uint8)
     paged = PagedCache({"layer": cache}, ["layer"], BLOCKS)
     segment = Segment.create(SLOTS * 16)
@@ -58,7 +62,7 @@ def make(keys: RankKeys = ALONE) -> tuple[WorkerSide, torch.Tensor, np.ndarray[A
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
     session = WorkerSession(attached, segment)
-    side = WorkerSide(FakeLink(session), paged, keys, PlainCopies(paged))  # type: ignore[arg-type]
+    side = WorkerSide(FakeLink(session), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
     return side, cache, session.rows, paged
 
 
@@ -160,7 +164,7 @@ def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.Lo
 
 def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() -> None:
     """As the daemon counts on: it puts slot 3 from the rank with replica index 1, and the rest from the other."""
-    worker, cache, rows, _ = make(RankKeys("m@tp_rank:0@", 2, 1))
+    worker, cache, rows, _ = make(RankKeys(("m@tp_rank:0@",), 2, 1))
     cache[:] = 200
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4, 5, 1], [2, 3, 0]), SaveOrder(10, EPOCH, [4], [0])]))
     assert [int(row[0]) for row in rows] == [1, 2, 3, 200]

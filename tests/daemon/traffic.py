@@ -52,7 +52,10 @@ class Traffic:
 
     def _push(self, digests: list[bytes]) -> None:
         slots = self._engine.credits.take(len(digests))
-        self._engine.push(RecordKind.SAVED, records.encode_saved(records.Saved(1, 0, False, slots, digests)))
+        self._engine.push(
+            RecordKind.SAVED,
+            records.encode_saved(records.Saved(1, 0, False, slots, [each + b"\0" for each in digests])),
+        )
 
     def _saved(self) -> int:
         [status] = ask_daemon(self._daemon.socket).engines

@@ -24,11 +24,11 @@ from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
 from kvprefetch.daemon.planning.copies import Move, Steps, carry_out
 from kvprefetch.daemon.planning.promotion import Promotions
-from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.device import GRAIN_BYTES, exported_bytes
+from tests.daemon.planning.promoting import request_of
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 from tests.support.host_device import HostDevices
@@ -148,9 +148,7 @@ class Rig:
 
     def publish(self, number: int, slots: Sequence[int]) -> None:
         """A request's blocks are staged in these host slots."""
-        hashes = b"".join(slot.to_bytes(8, "big") for slot in slots)
-        request = Request((number, 1), hashes, 8, 0, 0, number)
-        self.tables.entries[number] = self.promotions.published(request, 0, slots)
+        self.tables.entries[number] = self.promotions.published(request_of(number, slots), 0, slots)
 
     def near(self, number: int) -> int:
         return sum(slot >= SLOTS for slot in self.tables.entries[number])

@@ -90,14 +90,13 @@ class Oracle:
         for order in output.kv_connector_metadata.saves:
             save = self._side.saves.waiting[order.save_id]
             ranks = {rank for rank in everyone if any(self._share(rank, order.slots))}
-            self._saves[order.save_id] = Save(order, self._content_to_save(order, save.digests), ranks)
+            self._saves[order.save_id] = Save(order, self._content_to_save(order, save.names), ranks)
 
     def _content_to_save(self, order: Any, names: Sequence[bytes]) -> list[Content]:
         """The saved blocks by their names, which must be hashes of tokens that exist."""
         found = []
         for block_id, name in zip(order.block_ids, names, strict=True):
-            group, digest = (name[-1], name[:-1]) if len(self.groups.groups) > 1 else (0, name)
-            tokens = self.tokens.get(digest, ())
+            group, tokens = name[-1], self.tokens.get(name[:-1], ())
             if not tokens or len(tokens) % self.groups.groups[group].block_tokens:
                 self.wrong.append(f"save {order.save_id}: block {block_id} before its tokens exist")
             found.append((group, tokens))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import hints, saves
+from kvprefetch.connector import saves
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.worker import WorkerSide
-from kvprefetch.kv.groups import Group, Kind
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
 from tests.scheduler.engine import Engine
 from tests.scheduler.schedules import explore
@@ -33,10 +33,12 @@ def test_slots_read_as_if_nothing_more_were_local_are_found(
 ) -> None:
     """The slot table is of the prefix as hinted; of each group another part may be local by now."""
 
-    def from_the_begin(slots: Any, staged: Any, items: Any) -> Any:
-        return slots[: sum(map(len, items))]
+    whole = Groups.spans
 
-    monkeypatch.setattr(hints, "needed", from_the_begin)
+    def from_the_begin(self: Groups, *tokens: int) -> list[range]:
+        return [range(sum(map(len, whole(self, *tokens))))]
+
+    monkeypatch.setattr(Groups, "spans", from_the_begin)
     with pytest.raises(AssertionError, match="holds other bytes"):
         loads_where_the_local_prefix_grew(site, name)
 
@@ -95,8 +97,8 @@ def test_blocks_that_vllm_has_given_up_and_that_are_saved_are_found(
 
 def test_a_block_stored_under_another_groups_name_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(saved: Saved) -> bytes:
-        names = [name[:-1] + bytes([1 - name[-1]]) for name in saved.hashes]
-        return encode_saved(saved._replace(hashes=names))
+        names = [name[:-1] + bytes([1 - name[-1]]) for name in saved.names]
+        return encode_saved(saved._replace(names=names))
 
     monkeypatch.setattr("kvprefetch.connector.saves.encode_saved", swapped)
     finds(site, "stored value is wrong|holds other bytes", queue=1, **layout("window"))

@@ -109,8 +109,8 @@ def test_a_prefix_that_is_loaded_without_its_state_is_found(site: Site, monkeypa
 
 def test_a_state_stored_under_another_groups_name_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(saved: Saved) -> bytes:
-        names = [name[:-1] + bytes([(0, 2, 1)[name[-1]]]) for name in saved.hashes]
-        return encode_saved(saved._replace(hashes=names))
+        names = [name[:-1] + bytes([(0, 2, 1)[name[-1]]]) for name in saved.names]
+        return encode_saved(saved._replace(names=names))
 
     monkeypatch.setattr("kvprefetch.connector.saves.encode_saved", swapped)
     finds(site, "stored value is wrong|holds other bytes", queue=1, **layout("two states"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from kvprefetch.connector import namespace
-from kvprefetch.daemon.store.keys import whole_prefix
+from kvprefetch.kv.keys import whole_prefix
 from tests.scheduler.engine import Engine
 from tests.scheduler.model import Truth
 from tests.scheduler.shape import Shape, Site
@@ -50,8 +49,7 @@ def _wrong_values(engine: Engine, site: Site) -> list[str]:
     for number, group in enumerate(engine.shape.groups.groups):
         known = [each for each in engine.oracle.tokens.items() if len(each[1]) % group.block_tokens == 0]
         for rank in engine.workers.ranks:
-            ours = rank.connector.keys
-            prefix = namespace.of_group(ours.prefix, number, ours.tp_ranks[number])
+            prefix = rank.connector.keys.prefixes[number]
             named = [
                 (weights, tokens, whole_prefix("", prefix, name) + digest.hex())
                 for name, weights in engine.weights.items()

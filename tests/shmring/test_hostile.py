@@ -284,7 +284,7 @@ def test_a_control_message_made_to_break_the_parser_is_refused(data: bytes) -> N
     ],
 )
 def test_stretches_that_are_none_are_refused_in_one_short_line(written: Any, words: str) -> None:
-    worker = {"block_bytes": 64, "key_prefix": "a@", "other_prefixes": ["b@"], "put_factor": 1, "put_turn": 0}
+    worker = {"block_bytes": 64, "key_prefixes": ["a@", "b@"], "replicas": 1, "replica_index": 0}
     hello = {
         "type": "hello",
         "protocol": records.PROTOCOL,
@@ -294,8 +294,6 @@ def test_stretches_that_are_none_are_refused_in_one_short_line(written: Any, wor
         "role": "worker",
         "rank": 0,
         "world_size": 1,
-        "groups": 2,
-        "block_tokens": 16,
     }
     whole = decode_message(json.dumps({**hello, "worker": {**worker, "written": [[0, 64], [8, 16, 24, 64]]}}).encode())
     assert isinstance(whole, attach.Hello)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.shmring._atomics import block_ids, mark
+from kvprefetch.shmring._atomics import block_ids, heads, mark
 
 PLACES = 8
 
@@ -215,10 +215,10 @@ def test_a_list_whose_class_lies_about_its_length_is_read_within_its_own() -> No
     assert block_ids(Liar([SlotBlock(4)]), 0, 1 << 20) == array("I", [4])
 
 
-def marked(digests: list[bytes], start: int, stop: int, known: bool, places: list[int]) -> None:
+def marked(digests: list[bytes], mix: int, known: bool, places: list[int]) -> None:
     """The rule in Python."""
-    for digest in digests[start:stop]:
-        key = int.from_bytes(digest[:8], "little") | 1
+    for digest in digests:
+        key = (int.from_bytes(digest[:8], "little") | 1) ^ mix
         if known:
             places[key % PLACES] = key
         elif places[key % PLACES] == key:
@@ -227,33 +227,65 @@ def marked(digests: list[bytes], start: int, stop: int, known: bool, places: lis
 
 @given(
     st.lists(st.binary(min_size=8, max_size=9), min_size=1, max_size=10),
-    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10), st.booleans()), max_size=6),
+    st.lists(
+        st.tuples(*[st.integers(0, 10)] * 2, st.integers(1, 4), st.sampled_from([0, 6, 1 << 63]), st.booleans()),
+        max_size=6,
+    ),
 )
-def test_marks_are_as_in_python(digests: list[bytes], steps: list[tuple[int, int, bool]]) -> None:
+def test_heads_and_marks_are_as_in_python(digests: list[bytes], steps: list[tuple[int, int, int, int, bool]]) -> None:
     places, model = array("Q", [0] * PLACES), [0] * PLACES
-    for one, other, known in steps:
+    for one, other, step, mix, known in steps:
         start, stop = sorted((min(one, len(digests)), min(other, len(digests))))
-        mark(digests, start, stop, known, places)
-        marked(digests, start, stop, known, model)
+        assert heads(digests, start, stop, step) == b"".join(digest[:8] for digest in digests[start:stop:step])
+        mark(digests, start, stop, step, mix, known, places)
+        marked(digests[start:stop:step], mix, known, model)
     assert places.tolist() == model
+
+
+def test_many_marks_are_as_few() -> None:
+    """They are made batch by batch."""
+    digests, places = [number.to_bytes(8, "little") for number in range(1, 2000, 2)], array("Q", [0] * 2048)
+    mark(digests, 1, 999, 3, 0, True, places)
+    assert [key for key in places if key] == list(range(3, 1999, 6))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        ([bytes(7)], 0, 1, True, array("Q", [0])),
-        ([8], 0, 1, True, array("Q", [0])),
-        ([bytes(8)], 0, 2, True, array("Q", [0])),
-        ([bytes(8)], 1, 0, True, array("Q", [0])),
-        ((bytes(8),), 0, 1, True, array("Q", [0])),
-        ([bytes(8)], 0, 1, True, array("Q", [0] * 3)),
-        ([bytes(8)], 0, 1, True, array("B", [0] * 12)),
-        ([bytes(8)], 0, 1, True, array("Q")),
-        ([bytes(8)], 0, 1, True, bytes(8)),
-        ([bytes(8)], 0, 1, True),
+        ([bytes(7)], 0, 1, 1),
+        ([b"", 8], 0, 2, 1),
+        ([8], 0, 1, 1),
+        ([bytes(8)], 0, 2, 1),
+        ([bytes(8)], -1, 1, 1),
+        ([bytes(8)], 1, 0, 1),
+        ([bytes(8)], 0, 1, 0),
+        ((bytes(8),), 0, 1, 1),
+        ([bytes(8)], 0, 1),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_digests_is_refused(wrong: Any) -> None:
+    places = array("Q", [0])
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        heads(*wrong)
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        mark(*wrong, 0, True, places)  # type: ignore[call-arg]
+    assert places[0] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (0, True, array("Q", [0] * 3)),
+        (0, True, array("B", [0] * 12)),
+        (0, True, array("Q")),
+        (0, True, bytes(8)),
+        (1 << 64, True, array("Q", [0])),
+        (-1, True, array("Q", [0])),
+        (0, True),
     ],
     ids=str,
 )
 def test_wrong_marks_are_refused(wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError, IndexError)):
-        mark(*wrong)
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        mark([bytes(8)], 0, 1, 1, *wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.simulate.engine import EngineModel
+from benchmarks.simulate.engine import EngineModel, full_attention
 from benchmarks.simulate.events import NS
 from benchmarks.simulate.link import MediumModel
 from benchmarks.simulate.node import NodeModel
@@ -14,7 +14,7 @@ MEGABYTE = 1_000_000
 ENGINE = EngineModel(
     max_num_seqs=2,
     max_num_batched_tokens=1000,
-    block_tokens=10,
+    groups=full_attention(10),
     block_bytes=MEGABYTE,
     pool_blocks=1000,
     prefill_tokens_per_s=1000.0,

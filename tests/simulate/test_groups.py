@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.simulate.engine import full_attention
 from benchmarks.simulate.events import NS, Loop
 from benchmarks.simulate.groups import names, stored
 from benchmarks.simulate.link import MediumModel
@@ -53,7 +54,7 @@ def test_a_request_holds_blocks_of_every_group() -> None:
     assert few.kv_blocks(1000) == 100 + 6
     states = Groups((Group(Kind.FULL, 10), *[Group(Kind.STATE, 10)] * 3), 10)
     assert replace(ENGINE, groups=states).kv_blocks(100) == 10 + 3 * 2
-    assert replace(ENGINE, groups=None).kv_blocks(101) == 11
+    assert replace(ENGINE, groups=full_attention(10)).kv_blocks(101) == 11
 
 
 # --- beside the real epoch --------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class SimulatedNode(StoreContents):
         assert flag.state is FlagState.READY
         if (ready := flag.count) > local:
             node.claim(key)
-            node.loaded(key, local, ready, local)
+            node.loaded(key, local, ready)
         found = flag.found
         node.finish(key)
         self.loop.run(self.loop.now_ns + NS)
@@ -200,9 +201,9 @@ def test_where_one_block_is_lost_all_of_them_are_fetched_for_nothing(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last one of full attention. Of one group, the eight blocks before it are loaded."""
-    monkeypatch.setattr(StoreContents, "lost", lambda self, digest: digest[7:] in (b"\x08\x00", b"\x08"))
+    monkeypatch.setattr(StoreContents, "lost", lambda self, digest: digest[7:] == b"\x08\x00")
     found = [run(policy, [(100, 9, 1)], [0.0], replace(SMALL, engine=replace(ENGINE, groups=groups)))
-             for groups in (WINDOW, None)]  # fmt: skip
+             for groups in (WINDOW, full_attention(10))]  # fmt: skip
     whole, single = found
     assert (whole.node.loaded_first, single.node.loaded_first) == (0, 8)
     assert whole.node.wasted + whole.staged_unloaded == whole.node.fetched >= 8
@@ -236,12 +237,13 @@ def test_a_load_of_several_groups_runs_beside_the_steps_whatever_its_size() -> N
 
 def test_each_group_loses_blocks_of_its_own() -> None:
     contents, digests = StoreContents(0, 0.5), [bytes(7) + bytes([at]) for at in range(50)]
-    lost = [[contents.lost(digest + group) for digest in digests] for group in (b"", b"\0", b"\1")]
+    lost = [[contents.lost(digest + group) for digest in digests] for group in (b"\0", b"\0", b"\1")]
     assert lost[0] == lost[1] != lost[2]
 
 
 def test_a_load_that_the_model_cannot_show_is_refused() -> None:
-    for load, block_tokens in ((Load(shared_blocks=(4,), fan_out=(2,)), 10), (Load(), 20)):
-        scenario = replace(SMALL, load=load, engine=replace(ENGINE, block_tokens=block_tokens))
+    unequal = Groups((*WINDOW.groups, Group(Kind.FULL, 20)), 10)
+    for load, groups in ((Load(shared_blocks=(4,), fan_out=(2,)), WINDOW), (Load(), unequal)):
+        scenario = replace(SMALL, load=load, engine=replace(ENGINE, groups=groups))
         with pytest.raises(ValueError, match="share nothing, with blocks of one size"):
             simulate(scenario, POLICIES["wait"])

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvprefetch.kv.groups import Groups
+from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
@@ -25,6 +25,7 @@ from tests.support.waiting import eventually
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 32
+ONE_GROUP = Groups((Group(Kind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 Key = tuple[int, int]  # a use of a flag: its index and generation
 
 
@@ -42,26 +43,24 @@ class EngineSpec:
     events: bool = False
     loads: bool = True
     saves: bool = True
-    groups: Groups | None = None
+    groups: Groups = ONE_GROUP
     written: Sequence[list[int]] = ()
 
     def worker(self, rank: int = 0) -> WorkerInfo:
         return WorkerInfo(
             block_bytes=self.block_bytes,
-            key_prefix=f"{self.prefix}@tp_rank:{rank}@",
-            put_factor=1,
-            put_turn=0,
-            other_prefixes=[f"{self.prefix}@tp_rank:{rank}@group:{group}@" for group in range(1, self._group_count)],
+            key_prefixes=[self.prefix_of(rank, group) for group in range(len(self.groups))],
+            replicas=1,
+            replica_index=0,
             written=list(self.written),
             device=self.device,
         )
 
     def scheduler(self) -> SchedulerInfo:
         size = 64 * self.max_blocks
-        rules = self.groups.groups if self.groups is not None else ()
         named = [
             GroupInfo(kind=each.kind.value, block_tokens=each.block_tokens, window_tokens=each.window_tokens)
-            for each in rules
+            for each in self.groups.groups
         ]
         return SchedulerInfo(
             max_blocks=self.max_blocks,
@@ -70,17 +69,17 @@ class EngineSpec:
             saves=self.saves,
             events=self.events,
             groups=named,
-            hash_tokens=self.groups.hash_tokens if self.groups is not None else 1,
+            hash_tokens=self.groups.hash_tokens,
         )
 
-    @property
-    def _group_count(self) -> int:
-        return 1 if self.groups is None else len(self.groups.groups)
+    def prefix_of(self, rank: int = 0, group: int = 0) -> str:
+        """The prefix of a rank's keys, as the engine has it."""
+        return f"{self.prefix}@tp_rank:{rank}@" + (f"group:{group}@" if group else "")
 
     def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
         fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "role": role, "rank": rank}
         fields |= {"engine_id": self.engine_id, "incarnation": self.incarnation}
-        fields |= {"world_size": self.ranks, "groups": self._group_count, "block_tokens": BLOCK_TOKENS}
+        fields |= {"world_size": self.ranks}
         fields |= {"worker": self.worker(rank)} if role == "worker" else {"scheduler": self.scheduler()}
         return Hello.model_validate({**fields, **changes})
 
@@ -157,7 +156,7 @@ class EngineSide:
         return self.flag(key)
 
     def slots(self, key: Key, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the slots of blocks [start, stop); by default of all that are published."""
+        """Return the slots of entries [start, stop); by default of as many as blocks are published."""
         return list(self.table.read_slots(key[0], start, self.flag(key).count if stop is None else stop))
 
     def move(self, key: Key, state: FlagState, count: int | None = None) -> bool:

@@ -115,7 +115,7 @@ class FakeEngine(EngineSide):
             self.cancel(key, Outcome.MISS)
             return None
         assert self.move(key, FlagState.CLAIMED)
-        values = [self.read(slot) for slot in self.slots(key, local)]
+        values = [self.read(slot) for slot in self.slots(key, 0, flag.count - local)]
         assert self.move(key, FlagState.RELEASED)
         self.done(key, loaded=flag.count - local, start=local)
         return values
@@ -133,7 +133,7 @@ class FakeEngine(EngineSide):
         for slot, value in zip(slots, blocks.values(), strict=True):
             for segment in self.staging:
                 segment.buffer[slot * size : (slot + 1) * size] = value
-        saved = records.Saved(save_id, reset_generation, False, slots, list(blocks))
+        saved = records.Saved(save_id, reset_generation, False, slots, [digest + b"\0" for digest in blocks])
         self.push(RecordKind.SAVED, records.encode_saved(saved))
 
     def close(self) -> None:

@@ -100,9 +100,9 @@ def test_an_engine_of_another_user_has_other_keys(both: Serve) -> None:
         thief.save(dict.fromkeys(values, b"\0" * BLOCK_BYTES))
         thief.close()
     hello = victim.spec.hello("worker", engine_id="thief", incarnation=uuid.uuid4().hex).model_copy(
-        update={"worker": victim.spec.worker().model_copy(update={"key_prefix": "llama@tp_rank:0"})}
+        update={"worker": victim.spec.worker().model_copy(update={"key_prefixes": ["llama@tp_rank:0"]})}
     )
-    assert "end with '@': hello.worker.key_prefix=" in ask(daemon.socket, hello, Refused).error
+    assert "end with '@': hello.worker.key_prefixes.0=" in ask(daemon.socket, hello, Refused).error
     assert victim.load(list(values)) == list(values.values())
     neighbour = FakeEngine(daemon.socket, engine_id="neighbour", prefix="llama")
     assert neighbour.load(list(values)) == list(values.values()), "of the same user"

@@ -24,7 +24,7 @@ from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.records import FlagState
-from tests.support.engine_side import BLOCK_TOKENS, EngineSide, EngineSpec, Key
+from tests.support.engine_side import ONE_GROUP, EngineSide, EngineSpec, Key
 
 SECOND_NS = 1_000_000_000
 
@@ -75,14 +75,14 @@ def make_epoch(
     chunk_blocks: int = 1,
     events: bool = False,
     max_blocks: int = 8,
-    groups: Groups | None = None,
+    groups: Groups = ONE_GROUP,
     loads: bool = True,
     wasted_share: float = 1.0,
     negatives: NegativeCaches | None = None,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
-    engine = EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
+    engine = EngineInfo("e", groups, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
     memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
     services = Services(
         store or cast(Any, Answering()),
@@ -112,7 +112,14 @@ class Engine(EngineSide):
         self.hint([digest(name) for name in names], key=key)
         if asked:
             self.ask(key)
-        self.epoch.planner.looked_up(key, len(names), bytes([on_disk]) * len(names))
+        self.looked_up(key, on_disk=on_disk)
+
+    def looked_up(self, key: Key, *, on_disk: bool = False) -> None:
+        """The store has all blocks of a hinted request."""
+        request = self.epoch.planner.requests[key]
+        while asked := request.prompt.next(100):
+            request.prompt.found(b"\1" * len(asked), bytes([on_disk]) * len(asked))
+        self.epoch.planner.choose(request)
         self.epoch.switch("on")  # it carries on
 
     def stage(self, key: Key, *names: str, on_disk: bool = False, asked: bool = False) -> None:
@@ -150,6 +157,11 @@ def later_weights(generation: int = 1) -> Reset:
 
 def digest(name: str) -> bytes:
     return name.ljust(32).encode()
+
+
+def block(name: str) -> bytes:
+    """Return the daemon's name of the block."""
+    return digest(name) + b"\0"
 
 
 def give_back(epoch: Epoch) -> None:

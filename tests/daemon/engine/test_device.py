@@ -33,7 +33,7 @@ from tests.daemon.engine.near import (
 )
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor, device_memories
-from tests.support.engine_side import BLOCK_TOKENS, EngineSpec
+from tests.support.engine_side import ONE_GROUP, EngineSpec
 from tests.support.fake_engine import FakeEngine
 from tests.support.host_device import UUID, HostDevices
 from tests.support.waiting import eventually
@@ -245,7 +245,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
     store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, refused=())
     reservations = Reservations(pools, store)
-    reservations.want(7, load(options), EngineInfo("e", BLOCK_TOKENS, spec.scheduler(), workers))
+    reservations.want(7, load(options), EngineInfo("e", ONE_GROUP, spec.scheduler(), workers))
 
     def next_done() -> Reserved | None:
         pools.run_finished()

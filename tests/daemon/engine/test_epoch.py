@@ -13,10 +13,11 @@ from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass, StoreError
 from kvprefetch.daemon.telemetry.events import EVENTS, Ending
+from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, Pools, give_back, later_weights, make_epoch
-from tests.support.engine_side import EngineSide, Key
+from tests.support.engine_side import ONE_GROUP, EngineSide, Key
 
 
 @pytest.fixture
@@ -128,11 +129,11 @@ def test_a_flag_used_again_too_early_leaves_its_request_the_slot_table() -> None
     """Else what arrives for the first request would be written behind the end of the second one's table."""
     epoch = make_epoch(max_blocks=300)
     engine = Engine(epoch)
-    engine.hint([b"%032d" % i for i in range(300)], key=(0, 1), pages=[0, 1], local=290)
+    engine.hint([b"%032d" % i for i in range(300)], key=(0, 1), pages=[0, 1])
     engine.hint([bytes(32)], key=(0, 2), pages=[5])
     assert epoch.counters.bad_records == 1
-    epoch.planner.looked_up((0, 1), 300, bytes(300))
-    epoch.switch("on")
+    assert epoch.channel.table.lent(0) == (0, 1)
+    engine.looked_up((0, 1))
     engine.fetch()
     engine.leave()
 
@@ -192,7 +193,8 @@ class Restless(FlagTable):
 def restless_epoch() -> Epoch:
     """An epoch with one hint; another writer changes its flag all the time from now on."""
     epoch = make_epoch()
-    epoch.planner.hint((0, 1), b"x" * 32, 32, 0, 0)
+    prompt = Prompt(ONE_GROUP, b"x" * 32, range(1), room=0, staged=lambda _: False)
+    epoch.planner.hint((0, 1), prompt, 0)
     word = epoch.channel.table.load(0)
     assert epoch.channel.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
     epoch.channel.table.__class__ = Restless
@@ -203,7 +205,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing() ->
     epoch = restless_epoch()
     epoch.tick(1)
     assert epoch.corrupt is None, "nothing to do yet"
-    epoch.planner.looked_up((0, 1), 0)
+    epoch.planner.fetch_nothing(epoch.planner.requests[0, 1])
     epoch.switch("on")
     assert epoch.corrupt is not None
     assert "does not stand still" in epoch.corrupt

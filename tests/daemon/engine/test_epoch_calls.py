@@ -15,11 +15,13 @@ from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.call_size import CALL_NS
 from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
+from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.admin import Warm, Warmed
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, digest, later_weights, make_epoch
+from tests.support.engine_side import ONE_GROUP
 
 BLOCK_BYTES = 4096
 
@@ -56,7 +58,8 @@ class Setup(Engine):
     def known(self, name: str) -> bool:
         """Whether an engine's look-up of this block needs no question, since it is a known miss now."""
         self.put((9, self.now), FlagState.HINTED)
-        request = self.epoch.planner.hint((9, self.now), digest(name), 32, 0, 0)
+        prompt = Prompt(ONE_GROUP, digest(name), range(1), room=0, staged=lambda _: False)
+        request = self.epoch.planner.hint((9, self.now), prompt, 0)
         answer = self.epoch.look_ups.add(request, self.now, answering=True)
         self.epoch.planner.finish(request.key)
         return answer is not None
@@ -197,10 +200,10 @@ def test_what_a_neighbour_stored_is_no_plain_miss_any_more() -> None:
     producer.now = consumer.now
     names = "mfx"
     slots = producer.credits.take(len(names))
-    producer.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [digest(name) for name in names])))
+    producer.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [block(name) for name in names])))
     for name in names:  # a put takes one of four save slots
         assert producer.epoch.start_save()
-        producer.pools.end(SaveResult(1, 0, 0, [], digests=[digest(name)]))
+        producer.pools.end(SaveResult(1, 0, 0, [], digests=[block(name)]))
     assert [consumer.known(name) for name in "mfs"] == [False, True, True]
     consumer.pools.end([MISS])
     assert not consumer.known("x"), "it was stored after this fetch began"
@@ -285,7 +288,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
         put_from=lambda keys, *_: [OK] * len(keys),
     )
     setup = Setup(store, events=events)
-    setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [digest("a")])))
+    setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [block("a")])))
     assert setup.epoch.start_save()
     put = setup.calls[-1]
     assert put.kind is Kind.SAVE
@@ -306,7 +309,7 @@ def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> N
         put_from=lambda keys, *_: asked.extend(keys) or [OK] * len(keys),
     )
     setup = Setup(store)
-    setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, [12], [digest("a")])))
+    setup.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, [12], [block("a")])))
     assert setup.epoch.start_save()
     setup.want((0, 1), "a")
     setup.epoch.reset(later_weights(3))
@@ -318,7 +321,7 @@ def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> N
     asked.clear()
     setup.want((1, 1), "a")
     setup.pools.end(setup.calls[-1].run())
-    setup.push(RecordKind.SAVED, encode_saved(Saved(2, 3, False, [12], [digest("a")])))
+    setup.push(RecordKind.SAVED, encode_saved(Saved(2, 3, False, [12], [block("a")])))
     assert setup.epoch.start_save()
     setup.pools.end(setup.calls[-1].run())
     assert len(asked) == 3

@@ -132,7 +132,13 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
         elif kind == 4:
             count = chance.randint(0, 4)
             slots = [pick([*range(epoch.memory.layout.slot_count), U32]) for _ in range(count)]
-            saved = Saved(1, pick([0, 1, U64]), chance.random() < 0.2, slots, [pick(names) for _ in range(count)])
+            saved = Saved(
+                1,
+                pick([0, 1, U64]),
+                chance.random() < 0.2,
+                slots,
+                [pick(names) + bytes([pick([0, 0, 0, 1])]) for _ in range(count)],
+            )
             yield RecordKind.SAVED, encode_saved(saved)
         else:
             yield chance.randint(0, 9), chance.randbytes(chance.randint(0, 99))

@@ -38,20 +38,14 @@ OK, MISS = ErrorClass.OK, ErrorClass.MISS
 def worker(
     *prefixes: str, size: int = 64, turn: tuple[int, int] = (1, 0), written: Sequence[list[int]] = ()
 ) -> WorkerInfo:
-    first, *others = prefixes
     return WorkerInfo(
-        block_bytes=size,
-        key_prefix=first,
-        put_factor=turn[0],
-        put_turn=turn[1],
-        other_prefixes=others,
-        written=list(written),
+        block_bytes=size, key_prefixes=list(prefixes), replicas=turn[0], replica_index=turn[1], written=list(written)
     )
 
 
 def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
     staging: Any = SimpleNamespace(block_bytes=[64, 64])
-    ranked = RankLayout.of([worker("a@", "c@"), worker("b@", "d@")], staging, named=True)
+    ranked = RankLayout.of([worker("a@", "c@"), worker("b@", "d@")], staging)
     names = [b"\x01\x00", b"\x02\x01"]
     assert ranked.keys(names) == ["a@01", "b@01", "c@02", "d@02"]
     assert ranked.namespaces == ["a@", "b@", "c@", "d@"]
@@ -68,7 +62,7 @@ def test_ranks_may_share_the_parts_of_one_group_and_not_those_of_another() -> No
     workers = [worker("a@", "c@"), worker("b@", "c@")]
     transfers.check_replicas(workers, 2)
     staging = HostStaging(8, [64, 64])
-    ranked = RankLayout.of(workers, staging, named=True)
+    ranked = RankLayout.of(workers, staging)
     blocks = [(b"\x01\x00", 2), (b"\x02\x01", 0), (b"\x03\x00", 1)]
     keys = ["a@01", "b@01", "c@02", "a@03", "b@03"]
     store: Any = FakeStore(["a@01", "b@01", "c@02", "a@03"], [[OK] * 5, [OK, OK, OK, MISS, OK]])
@@ -93,7 +87,7 @@ def test_what_each_group_of_each_rank_writes_of_a_value_goes_with_its_get() -> N
         worker("a@x@", "c@x@", turn=(2, 0), written=[[0, 64], [0, 8, 32, 40]]),
         worker("a@x@", "d@x@", turn=(2, 1), written=[[0, 64], [0, 16]]),
     ]
-    ranked = RankLayout.of(workers, staging, named=True)
+    ranked = RankLayout.of(workers, staging)
     asked: list[tuple[list[str], Any]] = []
 
     def get_into(keys: list[str], *_: Any, written: Any = None) -> list[ErrorClass]:
@@ -103,7 +97,7 @@ def test_what_each_group_of_each_rank_writes_of_a_value_goes_with_its_get() -> N
     store: Any = SimpleNamespace(get_into=get_into)
     assert transfers.fetch(store, ranked, [(b"\x01\x00", 2), (b"\x02\x01", 0)]) == [OK, OK]
     assert asked.pop() == (["a@x@01", "c@x@02", "d@x@02"], [None, (0, 8, 32, 40), (0, 16)])
-    whole = RankLayout.of([each.model_copy(update={"written": []}) for each in workers], staging, named=True)
+    whole = RankLayout.of([each.model_copy(update={"written": []}) for each in workers], staging)
     transfers.fetch(store, whole, [(b"\x02\x01", 0)])
     assert asked.pop() == (["c@x@02", "d@x@02"], None)
     staging.close()
@@ -138,7 +132,7 @@ class Setup(Engine):
         self.names = [digest(name) + bytes([group]) for group in (1, 0) for name in names[local:]]
         return self.hint([digest(name) for name in names], key=(number, 1), local=local)
 
-    def looked_up(self, present: list[int], on_disk: list[int] | None = None) -> None:
+    def answered(self, present: list[int], on_disk: list[int] | None = None) -> None:
         """The look-up of the last hint ends, after all its questions; full attention's blocks come first."""
         self.lies.update(zip(self.names, zip(present, on_disk or [0] * len(present), strict=True), strict=True))
         assert self.pools.calls[-1].kind is CallKind.LOOK_UP
@@ -165,7 +159,7 @@ def setup() -> Iterator[Setup]:
 
 def test_a_flag_shows_the_prefix_once_all_its_blocks_are_there(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b", "c")
-    setup.looked_up([1, 1, 1, 0, 0, 1])
+    setup.answered([1, 1, 1, 0, 0, 1])
     assert setup.table.found(0) == 3
     setup.fetched(OK, OK, OK, OK)
     assert setup.flag(key) == Flag(1, FlagState.READY, 3)
@@ -183,7 +177,7 @@ def test_a_flag_shows_the_prefix_once_all_its_blocks_are_there(setup: Setup) -> 
 
 def test_of_what_came_from_disk_the_flag_shows_the_share_in_blocks_of_the_prefix(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b", "c", local=1)
-    setup.looked_up([1, 1, 0, 1], on_disk=[1, 1, 0, 1])
+    setup.answered([1, 1, 0, 1], on_disk=[1, 1, 0, 1])
     setup.fetched(OK, OK, OK)
     assert setup.flag(key) == Flag(1, FlagState.READY, 3)
     assert setup.table.disk(0) == 2
@@ -191,7 +185,7 @@ def test_of_what_came_from_disk_the_flag_shows_the_share_in_blocks_of_the_prefix
 
 def test_where_a_block_fails_the_next_shorter_complete_prefix_is_shown(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b", "c")
-    setup.looked_up([1, 1, 1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1, 1, 1])
     setup.fetched(OK, OK, MISS, OK)  # of the last window, then of a, b and c
     assert setup.flag(key) == Flag(1, FlagState.HINTED, 0)
     assert setup.table.found(0) == 1
@@ -201,7 +195,7 @@ def test_where_a_block_fails_the_next_shorter_complete_prefix_is_shown(setup: Se
 
 def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> None:
     setup.hinted(0, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1])
     setup.fetched(ErrorClass.CORRUPT, OK, OK)
     setup.fetched(OK)
     again = setup.hinted(1, "a", "b")
@@ -210,11 +204,11 @@ def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> No
 
 def test_a_miss_a_store_that_is_away_and_a_mode_that_fetches_nothing_are_shown_as_nothing(setup: Setup) -> None:
     miss = setup.hinted(0, "x", "y", local=1)
-    setup.looked_up([0, 0])
+    setup.answered([0, 0])
     assert setup.flag(miss) == Flag(1, FlagState.READY, 1)
     setup.epoch.switch("shadow")
     shadow = setup.hinted(1, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1])
     assert setup.flag(shadow) == Flag(1, FlagState.READY, 0)
     assert setup.table.found(1) == 2
     setup.epoch.switch("off")
@@ -229,7 +223,7 @@ def test_a_miss_a_store_that_is_away_and_a_mode_that_fetches_nothing_are_shown_a
 
 def test_a_lease_that_was_lost_shortens_the_prefix(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1])
     setup.now += 6 * SECOND_NS
     setup.epoch.tick(setup.now)
     assert setup.pools.calls[-1].kind is CallKind.LOOK_UP
@@ -241,7 +235,7 @@ def test_a_lease_that_was_lost_shortens_the_prefix(setup: Setup) -> None:
 
 def test_a_reset_ends_it(setup: Setup) -> None:
     key = setup.hinted(0, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1])
     setup.fetched(OK, OK, OK)
     setup.epoch.reset(later_weights())
     assert setup.flag(key).state == FlagState.EXPIRED
@@ -306,7 +300,7 @@ def test_a_hint_with_more_blocks_than_a_flag_can_count_is_skipped(setup: Setup) 
 def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup) -> None:
     """Its request was cancelled meanwhile, and the daemon has not read that yet."""
     setup.hinted(0, "a", "b")
-    setup.looked_up([1, 1, 1, 1])
+    setup.answered([1, 1, 1, 1])
     assert any(setup.epoch.start_fetch(lane) for lane in Lane)
     fetch = setup.pools.calls[-1]
     cancelled = setup.hinted(1, "c", "d")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,13 +18,14 @@ from kvprefetch.daemon.engine.lookups import (
     Answer,
     Batch,
     LookUps,
+    Lost,
 )
 from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.negative import LASTING_NS, MAX_ENTRIES, MISS_NS, NegativeCache
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import FlagsModel, Planner, digests
+from tests.daemon.planning.support import FlagsModel, Planner, block, digests
 
 SECOND = 1_000_000_000
 
@@ -41,15 +43,15 @@ class Setup:
         self.negative = NegativeCache()
         self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
 
-    def apply(self, answers: Sequence[Answer]) -> None:
+    def apply(self, answers: Sequence[Answer | Lost]) -> None:
         for answer in answers:
             key = answer.request.key
-            if answer.renewal:
-                self.renewals[key] = answer.blocks
+            if isinstance(answer, Lost):
+                self.renewals[key] = answer.block
+                self.planner.lost(answer.request, answer.block)
             else:
                 assert key not in self.answers, "a request is answered once"
-                self.answers[key] = (answer.blocks, answer.unavailable)
-            self.planner.looked_up(key, answer.blocks, answer.on_disk)
+                self.answers[key] = (self.planner.choose(answer.request).blocks, answer.unavailable)
 
     def ask(self, now: int = 0) -> None:
         """Send what is to be asked, as an epoch does after every event."""
@@ -71,12 +73,12 @@ class Setup:
             self.apply([answer])
 
     def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
-        request = self.planner.hint((number, 1), digests(*names), 8, 0, priority)
+        request = self.planner.hinted((number, 1), digests(*names), priority=priority)
         self.add(request, now)
         return request.key
 
     def store(self, *names: str) -> None:
-        self.stored.update(map(digests, names))
+        self.stored.update(map(block, names))
 
     def renewed(self) -> list[Key]:
         """The requests for which the last batch renews leases."""
@@ -97,7 +99,7 @@ def test_an_answer_is_the_request_s_that_asked_also_where_another_has_its_key() 
     key = setup.hint(1, "a", "b")
     setup.ask(0)
     setup.planner.finish(key)
-    again = setup.planner.hint(key, b"c" * 24, 8, 2, 0)
+    again = setup.planner.hinted(key, b"c" * 24, local=2)
     setup.add(again)
     setup.answer()
     assert setup.answers == {}
@@ -205,7 +207,7 @@ def test_the_lease_of_a_prompt_counts_from_its_first_slice() -> None:
 def test_a_value_that_is_known_to_be_bad_ends_a_prompt_whatever_the_store_says() -> None:
     setup = Setup()
     setup.store("a", "b", "c")
-    setup.negative.add(digests("b"), 0, lasting=True)
+    setup.negative.add(block("b"), 0, lasting=True)
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
     setup.answer()
@@ -268,7 +270,7 @@ def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() ->
     setup.hint(3, "a", "b", "c")
     setup.ask(0)
     setup.answer()
-    setup.negative.stored([digests("b")], 0)
+    setup.negative.stored([block("b")], 0)
     setup.hint(4, "b")
     setup.ask(0)
     assert len(setup.sent) == 3
@@ -304,7 +306,7 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     assert len(setup.sent) == 1
     setup.tick(5 * SECOND)
     assert setup.renewed() == [waiting]
-    setup.stored.discard(digests("c"))
+    setup.stored.discard(block("c"))
     setup.answer(5 * SECOND)
     assert setup.renewals == {waiting: 2}
     assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
@@ -330,7 +332,7 @@ def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kep
     assert planner.requests[found].taken_back == 1
     setup.tick(10 * SECOND)
     assert setup.sent[-1].renewal
-    assert [(q.request.key, q.digests) for q in setup.sent[-1].questions] == [(found, (b"x.......",))]
+    assert [(q.request.key, q.digests) for q in setup.sent[-1].questions] == [(found, (b"x.......\0",))]
 
 
 def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
@@ -343,7 +345,7 @@ def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     assert setup.sent[-1].questions[0].start == 1
     setup.answered(setup.sent[-1].number, [Found(b"\1\0", bytes(2))], 5 * SECOND)
     assert setup.planner.requests[key].limit == 2
-    assert setup.planner.requests[key].on_disk == b"\1\0\1"
+    assert setup.planner.requests[key].on_disk == b"\1\0"
 
 
 def test_a_renewal_that_fails_takes_nothing_away() -> None:
@@ -382,12 +384,13 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
 
     def hint(number: int, blocks: int, now: int) -> None:
         digests = b"".join(block.to_bytes(8, "big") for block in range(number << 20, (number << 20) + blocks))
-        assert look_ups.add(planner.hint((number, 1), digests, 8, 0, 0), now, answering=True) is None
+        assert look_ups.add(planner.hinted((number, 1), digests), now, answering=True) is None
 
     for number in range(prompts):
         hint(number, PROMPT, 0)
     ends = np.full((prompts, PROMPT), np.iinfo(np.int64).max)  # of each digest's lease
     lost: set[int] = set()
+    slices = Counter[int]()  # digests that were asked for the first time
     batch, back, new, before = None, 0, 1000, 0
     for now in range(0, 6 * SECOND, MS):
         if new_ms and now % (new_ms * MS) == 0:
@@ -396,12 +399,15 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
             new += 1
         if batch is not None and now >= back:
             for question in batch.questions:
-                stop, (number, _) = question.start + len(question.digests), question.request.key
+                number, start = question.request.key[0], question.start
+                if not batch.renewal:
+                    start, slices[number] = slices[number], slices[number] + len(question.digests)
                 if number < prompts:
-                    ends[number, question.start : stop] = batch.asked_ns + 2 * SECOND
+                    ends[number, start : start + len(question.digests)] = batch.asked_ns + 2 * SECOND
             found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
             for answer in look_ups.answered(batch.number, found, now):
-                planner.looked_up(answer.request.key, answer.blocks, answer.on_disk)
+                if isinstance(answer, Answer):
+                    planner.choose(answer.request)
             batch = None
         if now % (100 * MS) == 0:
             lost.update(np.flatnonzero((ends < now).any(axis=1)).tolist())
@@ -466,7 +472,7 @@ def test_a_miss_of_before_the_put_that_comes_after_it_is_none() -> None:
     setup = Setup()
     setup.hint(1, "a", now=1)
     setup.ask(1)
-    setup.negative.stored([digests("a")], 2)
+    setup.negative.stored([block("a")], 2)
     setup.answer(now=3)
     setup.hint(2, "a", now=4)
     setup.ask(4)

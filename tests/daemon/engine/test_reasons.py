@@ -4,49 +4,45 @@ from __future__ import annotations
 
 from kvprefetch.daemon.engine.reasons import Reasons, failure
 from kvprefetch.daemon.engine.stored import NAMESPACES, Histories
-from kvprefetch.daemon.planning.requests import Failure, Request
+from kvprefetch.daemon.planning.requests import Failure
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.trace import Missing, Work
 from kvprefetch.daemon.work.rates import Rates
-from tests.daemon.engine.epochs import digest
-
-
-def wanting(*names: str) -> Request:
-    return Request((0, 1), b"".join(map(digest, names)), 32, 0, 0, 1)
+from tests.daemon.engine.epochs import block
 
 
 def test_a_block_that_was_stored_is_nowhere_because_it_was_evicted_or_its_node_is_aside() -> None:
     reasons = Reasons(Rates(), Histories(), 1, ["model@"])
-    reasons.stored.count([digest("a"), digest("b")])
-    assert reasons.missing(wanting("a", "b"), 1, ()) == Missing("evicted")
-    assert reasons.missing(wanting("a", "b"), 1, ("n:2", "n:1")) == Missing("storage_node", owners="n:1 n:2")
-    assert reasons.missing(wanting("a", "b"), 2, ()) == Missing(), "none is"
-    assert reasons.missing(wanting("a", "c"), 1, ("n:1",)) == Missing("never_stored")
+    reasons.stored.count([block("a"), block("b")])
+    assert reasons.missing(block("b"), ()) == Missing("evicted")
+    assert reasons.missing(block("b"), ("n:2", "n:1")) == Missing("storage_node", owners="n:1 n:2")
+    assert reasons.missing(b"", ()) == Missing(), "none is"
+    assert reasons.missing(block("c"), ("n:1",)) == Missing("never_stored")
     reasons.moved(["model@g:1@"])
-    assert reasons.missing(wanting("a"), 0, ()) == Missing("other_namespace", "model@"), "the weights changed"
+    assert reasons.missing(block("a"), ()) == Missing("other_namespace", "model@"), "the weights changed"
 
 
 def test_a_block_of_another_namespace_is_found_there() -> None:
     """Engines of one namespace share its history, also one after the other."""
     histories = Histories()
-    Reasons(Rates(), histories, 1, ["model@fp:1@"]).stored.count([digest("a")])
-    assert Reasons(Rates(), histories, 1, ["model@fp:1@"]).missing(wanting("a"), 0, ()) == Missing("evicted")
+    Reasons(Rates(), histories, 1, ["model@fp:1@"]).stored.count([block("a")])
+    assert Reasons(Rates(), histories, 1, ["model@fp:1@"]).missing(block("a"), ()) == Missing("evicted")
     other = Reasons(Rates(), histories, 1, ["model@fp:2@"])
-    assert other.missing(wanting("a"), 0, ()) == Missing("other_namespace", "model@fp:1@")
-    assert other.missing(wanting("b"), 0, ()) == Missing("never_stored")
+    assert other.missing(block("a"), ()) == Missing("other_namespace", "model@fp:1@")
+    assert other.missing(block("b"), ()) == Missing("never_stored")
     stranger = Reasons(Rates(), histories, 2, ["model@fp:2@"])
-    assert stranger.missing(wanting("a"), 0, ()) == Missing("never_stored"), "no user learns what another one stored"
+    assert stranger.missing(block("a"), ()) == Missing("never_stored"), "no user learns what another one stored"
 
 
 def test_histories_are_bounded() -> None:
     histories = Histories()
     first = histories.of(1, "0")
-    first.count([digest("a")])
+    first.count([block("a")])
     others = [histories.of(1, str(number)) for number in range(1, NAMESPACES)]
-    assert histories.holder(digest("a"), 1, others[0]) == "0"
+    assert histories.holder(block("a"), 1, others[0]) == "0"
     histories.of(1, "one more")
-    assert histories.holder(digest("a"), 1, others[0]) == ""
+    assert histories.holder(block("a"), 1, others[0]) == ""
 
 
 def test_the_time_without_room_is_that_of_the_lane() -> None:

@@ -21,12 +21,12 @@ from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.segment import Segment
-from tests.support.engine_side import BLOCK_TOKENS, EngineSpec
+from tests.support.engine_side import ONE_GROUP, EngineSpec
 from tests.support.waiting import eventually
 
 CONFIG = load({"staging": "16MiB", "hint_ring": "1MiB"})
 SPEC = EngineSpec(max_blocks=8)
-ENGINE = EngineInfo("e", BLOCK_TOKENS, SPEC.scheduler(), [SPEC.worker()])
+ENGINE = EngineInfo("e", ONE_GROUP, SPEC.scheduler(), [SPEC.worker()])
 EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes
 
 

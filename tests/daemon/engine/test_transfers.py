@@ -75,7 +75,7 @@ def layout() -> Iterator[Callable[..., RankLayout]]:
         made.append(HostStaging(slots, [64] * len(prefixes)))
         replicas = [(prefixes.count(name), prefixes[:rank].count(name)) for rank, name in enumerate(prefixes)]
         workers = [
-            WorkerInfo(block_bytes=64, key_prefix=name, put_factor=factor, put_turn=turn)
+            WorkerInfo(block_bytes=64, key_prefixes=[name], replicas=factor, replica_index=turn)
             for name, (factor, turn) in zip(prefixes, replicas, strict=True)
         ]
         return RankLayout.of(workers, made[-1])
@@ -91,7 +91,7 @@ Make = Callable[..., RankLayout]
 def test_several_questions_are_one_and_only_hits_are_asked_for_their_medium(layout: Make) -> None:
     ranked = layout("r0@", "r1@")
     store: Any = FakeStore({"r0@aa", "r1@aa", "r0@dd", "r1@dd", "r0@cc"})
-    questions = [[b"\xaa", b"\xdd", b"\xcc"], [b"\xcc"], [b"\xdd"]]
+    questions = [[b"\xaa\0", b"\xdd\0", b"\xcc\0"], [b"\xcc\0"], [b"\xdd\0"]]
     answers = transfers.look_up(store, ranked, questions, media=True)
     assert answers == [Found(b"\1\1\0", b"\0\1\0"), Found(b"\0", b"\0"), Found(b"\1", b"\1")]
     assert store.keys("media") == [["r0@aa", "r0@dd", "r0@dd"]], "one rank's keys, in one call, and none for a miss"
@@ -99,7 +99,7 @@ def test_several_questions_are_one_and_only_hits_are_asked_for_their_medium(layo
 
 def test_what_is_foreign_or_gone_when_it_is_asked_for_its_medium_ends_its_question_alone(layout: Make) -> None:
     store: Any = FakeStore({"r0@aa", "r0@ee", "r0@dd"})
-    questions = [[b"\xaa", b"\xee", b"\xdd"], [b"\xdd", b"\xaa"]]
+    questions = [[b"\xaa\0", b"\xee\0", b"\xdd\0"], [b"\xdd\0", b"\xaa\0"]]
     answers = transfers.look_up(store, layout("r0@"), questions, media=True)
     assert answers == [Found(b"\1\0\1", b"\0\0\1"), Found(b"\1\1", b"\1\0")]
 
@@ -110,9 +110,9 @@ def test_a_block_is_there_when_each_ranks_part_is(ranks: int, layout: Make) -> N
     chance = random.Random(ranks)
     ranked = layout(*(f"r{rank}@" for rank in range(ranks)))
     for _ in range(50):
-        questions = [[chance.randbytes(4) for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
+        questions = [[chance.randbytes(4) + b"\0" for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
         there = {
-            f"r{rank}@{digest.hex()}"
+            f"r{rank}@{digest[:-1].hex()}"
             for digests in questions
             for digest in digests
             for rank in range(ranks)
@@ -120,7 +120,7 @@ def test_a_block_is_there_when_each_ranks_part_is(ranks: int, layout: Make) -> N
         }
         store: Any = FakeStore(there)
         answers = transfers.look_up(store, ranked, questions, media=False)
-        whole = [[all(f"{p}{d.hex()}" in there for p in ranked.prefixes[0]) for d in each] for each in questions]
+        whole = [[all(f"{p}{d[:-1].hex()}" in there for p in ranked.prefixes[0]) for d in each] for each in questions]
         assert answers == [Found(bytes(each), bytes(len(each))) for each in whole]
         assert len(store.keys("exist")) == 1
 
@@ -129,11 +129,11 @@ def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else(layout: Make
     ranked = layout("r0@")
     first = [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     store: Any = FakeStore((), [first, [ErrorClass.OK, ErrorClass.LOOKUP_AGAIN]])
-    outcome = transfers.fetch(store, ranked, [(bytes([i]), i) for i in range(4)])
+    outcome = transfers.fetch(store, ranked, [(bytes([i, 0]), i) for i in range(4)])
     assert outcome == [ErrorClass.OK, ErrorClass.OK, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
     assert store.keys("get_into")[1] == ["r0@01", "r0@03"]
     store = FakeStore((), [[ErrorClass.LOOKUP_AGAIN]])
-    assert transfers.fetch(store, ranked, [(b"0", 0)], get=Get(dropped=True)) == [ErrorClass.LOOKUP_AGAIN]
+    assert transfers.fetch(store, ranked, [(b"0\0", 0)], get=Get(dropped=True)) == [ErrorClass.LOOKUP_AGAIN]
     assert len(store.keys("get_into")) == 1, "nobody wants it"
 
 
@@ -142,14 +142,14 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
     ok, late, retry = ErrorClass.OK, ErrorClass.UNDER_WAY, ErrorClass.RETRY
     ranked = layout("a@", "b@")
     store: Any = FakeStore((), [[ok, ok, ok, late, retry, ok], [late]])
-    outcome = transfers.fetch(store, ranked, [(bytes([slot]), slot) for slot in range(3)])
+    outcome = transfers.fetch(store, ranked, [(bytes([slot, 0]), slot) for slot in range(3)])
     assert (outcome, ranked.staging.lost) == ([ok, late, late], {1, 2})
     broken: Any = SimpleNamespace(get_into=lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        transfers.fetch(broken, ranked, [(b"3", 3)])
+        transfers.fetch(broken, ranked, [(b"3\0", 3)])
     assert ranked.staging.lost == {1, 2, 3}
     answers: Any = FakeStore({"a@04"}, (), {"4": late})
-    result = transfers.save(answers, ranked, [(b"\4", 4), (b"\5", 5)])
+    result = transfers.save(answers, ranked, [(b"\4\0", 4), (b"\5\0", 5)])
     assert (result.stored, result.failed, result.again, result.lost) == (1, 1, [], 1)
     assert ranked.staging.lost == {1, 2, 3, 4}
     address = ranked.staging.addresses(1)[0]
@@ -165,7 +165,7 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
 
 def test_a_second_try_that_fails_as_a_whole_takes_nothing_from_the_first(layout: Make) -> None:
     store: Any = FakeStore((), [[ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]])
-    outcome = transfers.fetch(store, layout("r0@"), [(bytes([i]), i) for i in range(3)])
+    outcome = transfers.fetch(store, layout("r0@"), [(bytes([i, 0]), i) for i in range(3)])
     assert outcome == [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.OK]
 
 
@@ -173,12 +173,12 @@ def test_of_ranks_that_share_a_key_the_one_that_filled_the_slot_is_put(layout: M
     """The others did not copy their part: it stands in no store and is asked for once."""
     ranked = layout("a@", "a@", "b@")
     store: Any = FakeStore()
-    result = transfers.save(store, ranked, [(bytes([slot]), slot) for slot in range(4)])
+    result = transfers.save(store, ranked, [(bytes([slot, 0]), slot) for slot in range(4)])
     assert (result.stored, result.failed, result.again) == (4, 0, [])
     a, b = ([store.taken[f"{name}@0{slot}"] for slot in range(4)] for name in "ab")
     assert a == [ranked.staging.addresses(slot)[slot % 2] for slot in range(4)]
     assert b == [ranked.staging.addresses(slot)[2] for slot in range(4)]
-    transfers.look_up(store, ranked, [[b"\1", b"\2"]], media=False)
+    transfers.look_up(store, ranked, [[b"\1\0", b"\2\0"]], media=False)
     assert store.keys("exist")[-1] == ["a@01", "b@01", "a@02", "b@02"]
 
 
@@ -186,25 +186,27 @@ def test_of_ranks_that_share_a_key_the_one_that_filled_the_slot_is_put(layout: M
     "turns", [[(1, 0), (1, 0)], [(2, 0), (2, 0)], [(2, 0)], [(2, 1), (2, 2)], [(3, 0), (3, 1)], [(1, 1)]]
 )
 def test_replicas_that_would_leave_a_slot_unfilled_or_fill_it_twice_are_refused(turns: list[tuple[int, int]]) -> None:
-    workers = [WorkerInfo(block_bytes=64, key_prefix="a@", put_factor=factor, put_turn=turn) for factor, turn in turns]
+    workers = [
+        WorkerInfo(block_bytes=64, key_prefixes=["a@"], replicas=count, replica_index=index) for count, index in turns
+    ]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
-        transfers.check_replicas(workers)
+        transfers.check_replicas(workers, 1)
 
 
 def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
     workers = [
-        WorkerInfo(block_bytes=size, key_prefix="a@", put_factor=2, put_turn=turn)
+        WorkerInfo(block_bytes=size, key_prefixes=["a@"], replicas=2, replica_index=turn)
         for turn, size in enumerate((64, 128))
     ]
     with pytest.raises(ValueError, match=r"of one size: key_prefix='a@' block_bytes=\[64, 128\]"):
-        transfers.check_replicas(workers)
+        transfers.check_replicas(workers, 1)
 
 
 def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all(layout: Make) -> None:
     """Mooncake fills one destination only of a key that stands twice in a get."""
     ranked = layout("a@", "a@", "b@")
     store: Any = FakeStore((), [[ErrorClass.OK] * 4])
-    assert transfers.fetch(store, ranked, [(b"\1", 2), (b"\2", 0)]) == [ErrorClass.OK] * 2
+    assert transfers.fetch(store, ranked, [(b"\1\0", 2), (b"\2\0", 0)]) == [ErrorClass.OK] * 2
     assert store.keys("get_into") == [["a@01", "b@01", "a@02", "b@02"]]
     for slot, block in ((2, 1), (0, 2)):
         parts = [ctypes.string_at(address, 64) for address in ranked.staging.addresses(slot)]
@@ -224,12 +226,12 @@ def test_what_became_of_each_block_of_a_save(layout: Make) -> None:
         "2": ErrorClass.OK,
     }
     store: Any = FakeStore({"a@01", "b@01", "a@02"}, (), puts)
-    blocks = [(bytes([digit]), 7 - digit) for digit in range(8)]
+    blocks = [(bytes([digit, 0]), 7 - digit) for digit in range(8)]
     result = transfers.save(store, ranked, blocks, locate=True)
     assert (result.stored, result.present) == (2, 1), "of the second one rank's part was there"
     assert result.stored + result.present + result.failed + len(result.again) == 8
-    assert {(bytes([digit]), 7 - digit) for digit in (3, 4, 5)} <= set(result.again)
-    assert (b"\7", 0) not in result.again, "what cannot be put is not tried for ever"
+    assert {(bytes([digit, 0]), 7 - digit) for digit in (3, 4, 5)} <= set(result.again)
+    assert (b"\7\0", 0) not in result.again, "what cannot be put is not tried for ever"
     assert (result.memory, result.disk) == ([7, 5], [6]), "slots of what is in the store now"
     assert (transfers.save(store, ranked, blocks).memory, transfers.save(store, ranked, blocks).disk) == ([], [])
     store.gone = "media"

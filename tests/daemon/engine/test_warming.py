@@ -15,14 +15,14 @@ from kvprefetch.daemon.planning.requests import Order
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
 from kvprefetch.shmring.wire.codec import Message
-from tests.daemon.planning.support import FlagsModel, Planner, digests, hint, hit, run
+from tests.daemon.planning.support import FlagsModel, Planner, block, digests, hint, hit, run, shown
 
 ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_algorithm="", hash_probe="")
 ONE, OTHER = "1" * 32, "2" * 32
 
 
 def names(text: str) -> list[bytes]:
-    return [digests(name) for name in text]
+    return [block(name) for name in text]
 
 
 class Setup:
@@ -79,7 +79,7 @@ class Setup:
         self.carry_on()
 
     def order(self, *chains: str, run: str = ONE) -> None:
-        warm = Warm(run=run, chains=[[name.hex() for name in names(chain)] for chain in chains])
+        warm = Warm(run=run, chains=[[digests(name).hex() for name in chain] for chain in chains])
         self.warming.add(next(self.numbers), warm)
         self.carry_on()
 
@@ -108,7 +108,7 @@ class Setup:
             while (order := self.next_order(lane)) is not None:
                 results = [digest not in names(fail) for digest in order.digests]
                 self.planner.fetched(order.number, results, 1)
-                done.append("".join(digest.decode().rstrip(".") for digest in order.digests))
+                done.append("".join(shown(digest) for digest in order.digests))
                 self.fetched(order, sum(results))
         return done
 
@@ -258,7 +258,7 @@ def test_a_fetch_that_hangs_fails_its_blocks_and_is_forgotten() -> None:
 
 def test_known_misses_and_a_silent_store() -> None:
     setup = Setup(held="abc")
-    setup.negative.add(digests("b"), 0)
+    setup.negative.add(block("b"), 0)
     setup.warm("abc")
     assert setup.last() == {"fetched": 1, "absent": 2}
     setup.order("xyz")

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from kvprefetch.daemon.planning.copies import CopyOrder, Move, carry_out
 from kvprefetch.daemon.planning.promotion import Promotions
 from kvprefetch.daemon.planning.requests import Key, Request
+from kvprefetch.kv.prompts import Prompt
+from tests.daemon.planning.support import ONE_GROUP
 
 HOST = 100  # host slots come first
-LOCAL = 2  # blocks that the engine has itself, before the named ones
 
 
 def request_of(number: int, names: Sequence[int], priority: int = 0) -> Request:
-    hashes = b"".join(name.to_bytes(8, "big") for name in (*range(1_000_000, 1_000_000 + LOCAL), *names))
-    return Request((number, 1), hashes, 8, LOCAL, priority, number)
+    hashes = b"".join(name.to_bytes(8, "big") for name in names)
+    prompt = Prompt(ONE_GROUP, hashes, range(len(names)), room=0, staged=lambda _: False)
+    return Request((number, 1), prompt, priority, number, prompt.names)
 
 
 @dataclass
 class Tables:
-    """Slot tables from block LOCAL on, and claims, as the engine sees them.
+    """Slot tables and claims, as the engine sees them.
 
     `claim_next`: the engine claims this one between the next move and the look after it.
     """
@@ -34,8 +36,7 @@ class Tables:
         if move.entries and self.claim_next == move.key:  # before the fence: it still reads the old entries
             self.claim(move.key)
         for block, slot in move.entries:
-            assert block >= LOCAL
-            self.entries[move.key][block - LOCAL] = slot
+            self.entries[move.key][block] = slot
         self.looks += 1
         return self.claims[move.key] is None
 
@@ -64,7 +65,7 @@ class Device:
     def publish(self, request: Request, start: int, slots: Sequence[int], names: Sequence[int]) -> None:
         self.live[request.key] = request
         self.host.update(zip(slots, names, strict=True))
-        entries = self.promotions.published(request, LOCAL + start, slots)
+        entries = self.promotions.published(request, start, slots)
         self.tables.entries.setdefault(request.key, []).extend(entries)
         self.tables.claims.setdefault(request.key, None)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.requests import Key, Order, Publication
+from kvprefetch.daemon.planning.requests import Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
@@ -26,14 +26,14 @@ class FlagsModel:
 
     def publish(self, publication: Publication) -> bool:
         request, start, slots, count, final = publication
-        key = request.key
+        key, start = request.key, request.prompt.local_blocks + start
         if key in self.claimed:
             self.refused.add(key)
             return False
         assert key not in self.expired
         assert key not in self.final
         assert count >= self.count.get(key, 0)
-        assert start + len(slots) == count, "exactly the slots of the new blocks"
+        assert start + len(slots) == count or not request.prompt.partial, "exactly the slots of the new blocks"
         self.slots.setdefault(key, {}).update(enumerate(slots, start))
         self.count[key] = count
         if final:
@@ -78,8 +78,44 @@ class Planner(module.Planner):
         super().__init__(slot_count, flags, **options)
         self.flags = flags
 
-    looked_up, fetched, overdue, give_up = map(_pulled, ("looked_up", "fetched", "overdue", "give_up"))
-    next_order, reset, finish, stop, drop = map(_pulled, ("next_order", "reset", "finish", "stop", "drop"))
+    choose, lost, fetched, overdue, give_up = map(_pulled, ("choose", "lost", "fetched", "overdue", "give_up"))
+    next_order, reset, _finish, stop, drop = map(_pulled, ("next_order", "reset", "finish", "stop", "drop"))
+
+    def finish(self, key: Key, *loaded: range) -> Request | None:
+        """The request ends; the engine loaded these blocks of its prompt."""
+        request = self.requests.get(key)
+        mine = [] if request is None else [part for some in loaded for part in request.prompt.loaded(some)]
+        ended: Request | None = self._finish(key, *mine)
+        return ended
+
+    def hinted(
+        self, key: Key, hashes: bytes, size: int = 8, *, local: int = 0, priority: int = 0, at_ns: int = 0
+    ) -> Request:
+        """A request of one KV group arrives, with a digest of `size` bytes for each block."""
+        blocks = range(local, len(hashes) // size)
+        prompt = Prompt(ONE_GROUP, hashes, blocks, room=0, staged=self.blocks.holds)
+        return self.hint(key, prompt, priority, at_ns)
+
+    def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
+        """The store says how many blocks it has, and which of those behind the local ones lie on a disk."""
+        request = self.requests.get(key)
+        if request is None or request.final:
+            return
+        found -= request.prompt.local_blocks
+        if request.limit >= 0:  # a later look-up, of what waits for its fetch
+            self.lost(request, max(found, request.issued))
+            return
+        at = request.issued
+        while names := request.prompt.next(1000):
+            blocks = list[int]()
+            for name in names:
+                while request.digest(at) != name:
+                    at += 1
+                blocks.append(at)
+                at += 1
+            lies = bytes(block < len(on_disk) and on_disk[block] for block in blocks)
+            request.prompt.found(bytes(block < found for block in blocks), lies)
+        self.choose(request)
 
 
 def planned(
@@ -90,8 +126,20 @@ def planned(
     return Planner(slots, flags, chunk_blocks=chunk, lost=lost, wasted_share=wasted_share), flags
 
 
+ONE_GROUP = Groups((Group(Kind.FULL, 1),), 1)
+
+
 def digests(*names: str) -> bytes:
     return b"".join(name.encode().ljust(8, b".") for name in names)
+
+
+def block(name: str) -> bytes:
+    """Return the daemon's name of the block."""
+    return digests(name) + b"\0"
+
+
+def shown(name: bytes) -> str:
+    return name[:-1].decode().rstrip(".")
 
 
 def whole(names: Sequence[str]) -> Prompt:
@@ -101,9 +149,7 @@ def whole(names: Sequence[str]) -> Prompt:
 
 
 def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: int = 0, at_ns: int = 0) -> Key:
-    key = (number, 1)
-    planner.hint(key, digests(*names), 8, local, priority, at_ns)
-    return key
+    return planner.hinted((number, 1), digests(*names), local=local, priority=priority, at_ns=at_ns).key
 
 
 def hit(planner: Planner, number: int, *names: str, disk: bytes = b"", local: int = 0, priority: int = 0) -> Key:
@@ -131,7 +177,7 @@ def run(
     done: list[list[str]] = []
     for lane in lanes:
         while (order := planner.next_order(lane)) is not None:
-            names = [digest.decode().rstrip(".") for digest in order.digests]
+            names = [shown(name) for name in order.digests]
             planner.fetched(order.number, [name not in fail for name in names], 1)
             done.append(names)
     return done

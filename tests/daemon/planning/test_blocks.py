@@ -82,8 +82,8 @@ def test_warm_blocks_from_disk_keep_to_the_share_of_blocks_from_disk() -> None:
     planner, _ = planned(8, 8)
     hit(planner, 1, *"abcdef", disk=b"\1" * 6)
     run(planner)
-    assert planner.warm([b"x......."], Lane.DISK, "list") is None
-    assert planner.warm([b"x......."], Lane.MEMORY, "list") is not None
+    assert planner.warm([b"x.......\0"], Lane.DISK, "list") is None
+    assert planner.warm([b"x.......\0"], Lane.MEMORY, "list") is not None
     planner.check()
 
 
@@ -92,9 +92,9 @@ def test_a_warming_does_not_replace_the_blocks_that_it_listed() -> None:
     key = hit(planner, 1, "a", "b")
     run(planner)
     planner.finish(key)
-    assert planner.blocks.touch(b"a.......", "list")
-    assert planner.warm([b"x......."], Lane.MEMORY, "list") is None
-    assert planner.warm([b"x......."], Lane.MEMORY, "another") is not None
+    assert planner.blocks.touch(b"a.......\0", "list")
+    assert planner.warm([b"x.......\0"], Lane.MEMORY, "list") is None
+    assert planner.warm([b"x.......\0"], Lane.MEMORY, "another") is not None
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_blocks_that_an_aborted_request_left_and_another_loaded_are_no_waste() -
 
 def test_blocks_that_were_warmed_or_came_too_late_or_are_void_are_waste_of_their_medium() -> None:
     planner, _ = planned(8, 16)
-    warm = planner.warm([b"a.......", b"b......."], Lane.DISK, "list")
+    warm = planner.warm([b"a.......\0", b"b.......\0"], Lane.DISK, "list")
     assert warm is not None
     planner.fetched(warm.number, [True, False], 1)
     hit(planner, 1, "c", "d", "e")

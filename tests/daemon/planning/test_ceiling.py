@@ -6,7 +6,7 @@ import pytest
 
 from kvprefetch.daemon.planning.ceiling import Ceiling
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run, whole
+from tests.daemon.planning.support import Planner, block, hint, hit, ordered, planned, returned, run, whole
 
 SLOTS = 8
 SHARE = 1 / 16  # of half of the window, 64 blocks, this is 4
@@ -75,7 +75,7 @@ def test_warmed_blocks_do_not_count_for_the_operator_wanted_them() -> None:
 def test_an_idle_block_that_a_warming_lists_is_no_longer_waste() -> None:
     planner = passed()
     for each in "abcde":
-        planner.blocks.touch(each.encode().ljust(8, b"."), "list")
+        planner.blocks.touch(block(each), "list")
     assert not limited(planner)
 
 
@@ -121,7 +121,7 @@ def test_a_nearer_request_that_arrives_later_is_the_first_one() -> None:
     hit(planner, 2, *"uvwxyz")
     order = ordered(planner)
     hit(planner, 3, "s", "t", priority=-1)
-    assert list(ordered(planner).digests) == [b"s.......", b"t......."]
+    assert list(ordered(planner).digests) == [b"s.......\0", b"t.......\0"]
     returned(planner, order)
     assert run(planner) == [], "the nearer one comes first, and the scheduler asked for none"
 
@@ -195,14 +195,14 @@ def test_the_next_request_is_fetched_once_the_one_before_it_gets_nothing(end: st
     assert run(planner) == [["y"]], "no tick in between"
 
 
-@pytest.mark.parametrize("event", ["choose", "finish"])
+@pytest.mark.parametrize("event", ["nothing", "finish"])
 def test_a_whole_request_that_gets_nothing_does_not_hold_up_the_next_one(event: str) -> None:
     planner = passed()
-    first = planner.hint_whole((2, 1), whole("y"), 0)
+    first = planner.hint((2, 1), whole("y"), 0)
     hit(planner, 3, "y")
     assert run(planner) == []
-    if event == "choose":
-        planner.choose(first, b"", 1, 0)
+    if event == "nothing":
+        planner.fetch_nothing(first)
     else:
         planner.finish(first.key)
     assert run(planner) == [["y"]], "no tick in between"
@@ -220,7 +220,7 @@ def test_requests_are_fetched_ahead_again_once_another_one_wants_the_unused_bloc
 
 def test_late_blocks_of_a_warming_do_not_count() -> None:
     planner, _ = planned(SLOTS, 32, wasted_share=0.0)
-    order = planner.warm([b"a......."], Lane.MEMORY, "list")
+    order = planner.warm([b"a.......\0"], Lane.MEMORY, "list")
     assert order is not None
     planner.overdue(order.number, 1)
     returned(planner, order)

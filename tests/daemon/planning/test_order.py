@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.planner import OVERTAKEN
-from kvprefetch.daemon.planning.requests import Key
+from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import FlagsModel, Planner, digests, ordered, planned, returned, run, whole
 
@@ -26,9 +26,16 @@ def arrive(
     """A request comes whose blocks are all in the store, none of them another request's."""
     key = (number, 1)
     names = [f"{number}-{block}" for block in range(blocks)]
-    planner.hint(key, digests(*names), 8, local, priority, at_ns)
+    planner.hinted(key, digests(*names), local=local, priority=priority, at_ns=at_ns)
     planner.looked_up(key, blocks, disk)
     return key
+
+
+def chosen(planner: Planner, request: Request) -> None:
+    """The store has all that the request's prompt asks for."""
+    while names := request.prompt.next(100):
+        request.prompt.found(b"\1" * len(names), bytes(len(names)))
+    planner.choose(request)
 
 
 def served(planner: Planner, *lanes: Lane) -> list[int]:
@@ -97,7 +104,7 @@ def test_only_what_has_to_be_fetched_counts() -> None:
     arrive(planner, 2, LONG, 1)
     arrive(planner, 3, 2 * LONG, 2, local=2 * LONG - 1)
     key = (4, 1)
-    planner.hint(key, digests(*(f"1-{block}" for block in range(LONG)), "4-0"), 8, 0, 0, 2)
+    planner.hinted(key, digests(*(f"1-{block}" for block in range(LONG)), "4-0"), at_ns=2)
     planner.looked_up(key, LONG + 1)
     returned(planner, order)
     assert served(planner) == [3, 4, 2]
@@ -133,21 +140,20 @@ def test_blocks_on_a_disk_count_by_the_pace_of_the_disk() -> None:
 
 def test_a_whole_request_is_put_in_order_once_its_blocks_are_chosen() -> None:
     planner, _ = paced()
-    requests = [planner.hint_whole((number, 1), whole("a"), 0) for number in (1, 2)]
-    for request, blocks in zip(requests, (LONG, 2), strict=True):
-        names = [f"{request.key[0]}-{block}" for block in range(blocks)]
-        planner.choose(request, digests(*names), 8, blocks)
+    for number, blocks in ((1, LONG), (2, 2)):
+        names = [f"{number}-{block}" for block in range(blocks)]
+        chosen(planner, planner.hint((number, 1), whole(names), 0))
     assert served(planner) == [2, 1]
 
 
 def test_a_whole_request_with_another_choice_of_blocks_keeps_its_place() -> None:
-    planner, _ = paced(chunk=LONG)
-    first = planner.hint_whole((1, 1), whole("a"), 0)
-    names = [f"1-{block}" for block in range(LONG)]
-    planner.choose(first, digests(*names), 8, LONG)
-    returned(planner, ordered(planner), ok=False)
-    arrive(planner, 2, LONG, 1)
-    planner.choose(first, digests(*names[1:]), 8, LONG - 1)
+    planner, _ = paced(chunk=LONG + 1)
+    first = planner.hint((1, 1), whole([f"1-{block}" for block in range(LONG)]), 0)
+    chosen(planner, first)
+    order = ordered(planner)
+    planner.fetched(order.number, [True] * LONG + [False], 1)
+    arrive(planner, 2, LONG + 2, 1)
+    chosen(planner, first)
     assert served(planner) == [1, 2]
 
 

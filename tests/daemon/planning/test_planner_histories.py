@@ -8,7 +8,7 @@ import pytest
 
 from kvprefetch.daemon.planning.requests import Key, Order
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, digests, hint, planned, returned
+from tests.daemon.planning.support import Planner, block, hint, planned, returned, shown
 
 HISTORIES = 500
 EVENTS = {
@@ -98,7 +98,7 @@ class History:
             case "fetched" if self.orders:
                 order = self.some_of(self.orders)
                 for digest, slot, ok in zip(order.digests, order.slots, self.end(order), strict=True):
-                    self.content[slot] = digest.decode().rstrip(".") if ok else ""
+                    self.content[slot] = shown(digest) if ok else ""
                     if ok:
                         self.fresh.add(slot)
             case "overdue" if self.orders:
@@ -122,9 +122,9 @@ class History:
             case "claim" if live:
                 flags.claimed.add(self.some_live())
             case "warm":
-                names = [name for name in some_prompt(chance) if not planner.blocks.touch(digests(name), "list")]
+                names = [name for name in some_prompt(chance) if not planner.blocks.touch(block(name), "list")]
                 lane = chance.choice(list(Lane))
-                self.begin(planner.warm([digests(name) for name in dict.fromkeys(names)], lane, "list"))
+                self.begin(planner.warm([block(name) for name in dict.fromkeys(names)], lane, "list"))
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
@@ -138,9 +138,9 @@ class History:
         flags = self.flags
         for key, names in self.live.items():
             assert self.planner.requests[key].final == (key in flags.final | flags.refused)
-            for block, slot in flags.slots.get(key, {}).items():
-                if block < flags.count[key]:
-                    assert self.content[slot] == names[block], "the slot holds the block that the flag promises"
+            for at, slot in flags.slots.get(key, {}).items():
+                if at < flags.count[key]:
+                    assert self.content[slot] == names[at], "the slot holds the block that the flag promises"
 
     def run_out(self) -> None:
         """End all orders and requests: each request gets its answer, and then no slot is held."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import digests, hint, hit, ordered, planned, returned, run, whole
+from tests.daemon.planning.support import block, hint, hit, ordered, planned, returned, run, whole
 
 
 def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
@@ -157,7 +157,7 @@ def test_an_order_that_brings_blocks_for_others_is_not_to_be_dropped_nor_are_tho
     orders = [ordered(planner) for _ in range(3)]
     assert planner.stop(branch) == [orders[2].number]
     planner, _ = planned(20, 4)
-    assert planner.warm([digests("a")], Lane.MEMORY, "list") is not None
+    assert planner.warm([block("a")], Lane.MEMORY, "list") is not None
     assert planner.stop(hit(planner, 1, "a")) == []
 
 
@@ -177,10 +177,14 @@ def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> N
     assert planner.wants(lane) or behind in flags.final
 
 
-def test_a_whole_request_is_not_stopped() -> None:
-    """A part of its blocks would be of no use."""
-    planner, _ = planned(8, 2)
-    request = planner.hint_whole((1, 1), whole("abcd"), 0)
-    planner.choose(request, digests(*"abcd"), 8, 4)
+def test_a_stopped_request_of_several_groups_shows_nothing() -> None:
+    """A part of its blocks would be of no use. An engine does not stop it."""
+    planner, flags = planned(8, 2)
+    prompt = whole("abcd")
+    request = planner.hint((1, 1), prompt, 0)
+    while names := prompt.next(9):
+        prompt.found(b"\1" * len(names), b"")
+    planner.choose(request)
     planner.stop((1, 1))
-    assert run(planner) == [["a", "b"], ["c", "d"]]
+    assert flags.count == {(1, 1): 0}
+    assert run(planner) == []

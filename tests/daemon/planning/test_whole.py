@@ -88,7 +88,7 @@ def test_the_longest_prefix_that_is_there_and_fits_is_chosen_again_and_again(
         best = longest(groups, 1, local, units, there, room)
         assert choice.blocks == best
         names = needed(groups, 1, local, best)
-        assert choice.names == b"".join(names)
+        assert choice.names[: choice.entries * asked.prompt.name_bytes] == b"".join(names)
         assert [bool(each) for each in choice.on_disk] == [each in asked.disk and each in asked.names for each in names]
         assert choice.missing == b"" or choice.missing in set(needed(groups, 1, local, best + 1)) - there
         assert len(names) <= asked.prompt.most_blocks or not names
@@ -149,8 +149,6 @@ class Machine:
                 self.publish(change)
             elif isinstance(change, Broken):
                 assert self.planner.requests.get(change.request.key) is change.request
-                assert change.request.prompt is not None
-                change.request.prompt.lost(change.blocks)
                 self.choose(change.request)
             else:
                 assert isinstance(change, TakenBack)
@@ -169,21 +167,18 @@ class Machine:
         self.flags[request.key] = count, list(slots)
 
     def choose(self, request: Request) -> None:
-        prompt = request.prompt
-        assert prompt is not None
         disk = self.disk[request.key]
-        while names := prompt.next(5):
+        while names := request.prompt.next(5):
             bits = bytes(each in self.stored for each in names)
-            prompt.found(bits, bytes(disk[each[0] % len(disk)] for each in names))
-        choice = prompt.choose()
-        self.planner.choose(request, choice.names, choice.name_bytes, choice.blocks, choice.on_disk)
+            request.prompt.found(bits, bytes(disk[each[0] % len(disk)] for each in names))
+        self.planner.choose(request)
 
     def hint(self, number: int, prompt: int, local: int, units: int, disk: Sequence[bool]) -> None:
         key = (number, 1)
         digests, holds = hashes(self.groups, prompt, units), self.planner.blocks.holds
         asks = Prompt(self.groups, digests, range(local, units), room=self.room, staged=holds)
         self.prompts[key], self.disk[key] = (prompt, local), disk
-        self.choose(self.planner.hint_whole(key, asks, 0))
+        self.choose(self.planner.hint(key, asks, 0))
 
     def order(self, lane: Lane) -> None:
         if self.planner.wants(lane) and (order := self.planner.next_order(lane)) is not None:
@@ -257,7 +252,7 @@ def test_whatever_happens_a_flag_shows_a_whole_prefix_in_slots_that_hold_it_or_n
             machine.planner.ask(draw(st.sampled_from(keys)))
         elif act == "renew" and keys:
             request = machine.planner.requests[draw(st.sampled_from(keys))]
-            machine.planner.looked_up(request.key, draw(st.integers(0, max(1, request.blocks))), request.on_disk)
+            machine.planner.lost(request, draw(st.integers(0, max(1, request.blocks))))
         elif act == "forget" and machine.stored:
             machine.stored -= set(draw(st.lists(st.sampled_from(sorted(machine.stored)), max_size=4)))
         elif act == "give up":
@@ -353,7 +348,7 @@ def test_digests_are_those_of_the_blocks_ends() -> None:
     choice = asked.choose(9)
     assert asked.names == [*full, digest(1, 1) + b"\1", digest(1, 3) + b"\1", digest(1, 3) + b"\2"]
     assert choice.names == b"".join(asked.names)
-    assert (choice.blocks, choice.name_bytes) == (2, SIZE + 1)
+    assert (choice.blocks, choice.entries, asked.prompt.name_bytes) == (2, 7, SIZE + 1)
 
 
 def test_a_prompt_that_is_not_there_asks_for_its_first_slice_alone() -> None:

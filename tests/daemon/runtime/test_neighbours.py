@@ -17,13 +17,14 @@ from kvprefetch.shmring.flags import pack
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, SchedulerInfo, WorkerInfo
+from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, WorkerInfo
 from kvprefetch.shmring.wire.codec import send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.engine_side import EngineSpec
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine, answer
 from tests.support.waiting import eventually
 
@@ -110,7 +111,6 @@ def test_bad_records_are_counted_and_skipped(shared_daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"groups": 2}, "worker: number of KV groups differs: groups=2 named=1"),
         ({"rank": 3}, "rank out of bounds: rank=3 world_size=1"),
         (
             {"rank": 7, "world_size": 4096},
@@ -129,20 +129,16 @@ FULL, WINDOW = Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 64)
 
 
 @pytest.mark.parametrize(
-    ("rules", "changes", "message"),
+    ("rules", "message"),
     [
-        (Groups((FULL, WINDOW), 32), {"groups": 1}, "scheduler: number of KV groups differs: groups=1 named=2"),
-        (Groups((FULL, WINDOW), 32), {"block_tokens": 64}, "block_tokens must be the groups' unit: block_tokens=64 un"),
-        (Groups((FULL, Group(Kind.WINDOW, 32)), 32), {}, "KV group's window is out of bounds: group=1 kind=window"),
-        (Groups((FULL, WINDOW), 48), {}, "KV group's block is no multiple of the hash block: group=0"),
-        (Groups((WINDOW,), 32), {}, "KV groups are served beside full attention only: groups=1 kinds=window"),
+        (Groups((FULL, Group(Kind.WINDOW, 32)), 32), "KV group's window is out of bounds: group=1 kind=window"),
+        (Groups((FULL, WINDOW), 48), "KV group's block is no multiple of the hash block: group=0"),
+        (Groups((WINDOW,), 32), "KV groups are served beside full attention only: groups=1 kinds=window"),
     ],
 )
-def test_groups_without_rules_are_refused_in_one_line(
-    shared_daemon: Daemon, rules: Groups, changes: dict[str, Any], message: str
-) -> None:
+def test_groups_that_are_not_served_are_refused_in_one_line(shared_daemon: Daemon, rules: Groups, message: str) -> None:
     engine = FakeEngine(shared_daemon.socket, attach=False, groups=rules)
-    sock = engine.greet("scheduler", **changes)
+    sock = engine.greet("scheduler")
     refused = answer(sock, Refused)
     assert refused.error.startswith(message)
     assert refused.final
@@ -190,8 +186,9 @@ def test_a_second_process_of_the_same_rank_is_turned_away_for_now(shared_daemon:
     assert engine.load(list(blocks("twin", 1))) is None
 
 
-LARGE = SchedulerInfo(max_blocks=(1 << 20) - 1, max_hint_bytes=1 << 28, loads=True, saves=True)
-SHARE = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
+LARGE = EngineSpec().scheduler().model_copy(update={"max_blocks": (1 << 20) - 1, "max_hint_bytes": 1 << 28})
+OF_TWO_GROUPS = WorkerInfo(block_bytes=4096, key_prefixes=["m@", "n@"], replicas=1, replica_index=0)
+SHARE = WorkerInfo(block_bytes=4096, key_prefixes=["m@"], replicas=2, replica_index=0)
 
 
 @pytest.mark.parametrize(
@@ -203,12 +200,18 @@ SHARE = WorkerInfo(block_bytes=4096, key_prefix="m@", put_factor=2, put_turn=0)
             {"scheduler": LARGE},
             ["max_hint_bytes=268435456 max_blocks=1048575 control=1088MiB max=64MiB", "raise staging=1MiB to 4352MiB"],
         ),
-        ({"ranks": 2}, {"worker": SHARE}, ["must take turns: key_prefix='m@' (put_factor, put_turn)=[(2, 0), (2, 0)]"]),
+        (
+            {"ranks": 2},
+            {"worker": SHARE},
+            ["must take turns: key_prefix='m@' (replicas, replica_index)=[(2, 0), (2, 0)]"],
+        ),
+        ({}, {"worker": OF_TWO_GROUPS}, ["number of KV groups differs: groups=2 expected=1"]),
     ],
     ids=[
         "staging is smaller than a block",
         "control segment too large for staging",
         "a slot nobody fills would be put",
+        "more groups than the scheduler's",
     ],
 )
 def test_an_engine_that_cannot_be_served_is_refused_naming_the_bound(

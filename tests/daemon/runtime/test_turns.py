@@ -16,7 +16,7 @@ from kvprefetch.daemon.runtime import loop
 from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, make_epoch
 
 
 class LoopPools(Pools):
@@ -45,7 +45,7 @@ class Turns:
         self.loop = Loop(cast(Any, shared), cast(Any, control), self.epoll, cast(Any, signals))
 
     def save(self, engine: int) -> None:
-        saved = Saved(1, 0, False, [12, 13, 14, 15], [digest(f"{engine}-{i}") for i in range(4)])
+        saved = Saved(1, 0, False, [12, 13, 14, 15], [block(f"{engine}-{i}") for i in range(4)])
         self.engines[engine].push(RecordKind.SAVED, encode_saved(saved))
 
     def turn(self) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.trace import Missing, Trace, Traces, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
+from tests.daemon.planning.promoting import request_of
 
 MS = 1_000_000
 
@@ -35,7 +35,7 @@ def test_the_wait_and_what_was_hidden(
 ) -> None:
     trace = Trace(hint(), 21 * MS)
     trace.looked_up_ns = 26 * MS
-    request = Request((0, 1), bytes(4 * 32), 32, 0, 0, 1)
+    request = request_of(0, range(4))
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
     request.disk_blocks = 1
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
@@ -63,7 +63,7 @@ def test_what_a_request_waited_for_the_engine_s_own_step(
 ) -> None:
     trace = Trace(hint(46), 2 * MS)
     trace.looked_up_ns = (looked_up + 1) * MS
-    request = Request((0, 1), bytes(46 * 32), 32, 0, 0, 1)
+    request = request_of(0, range(46))
     request.final = final
     done = Done(0, 1, Outcome.MISS, 0, 0, (asked + 1) * MS if asked else 0, waited * MS, 0, 0)
     line = trace.fields(request, Ending.MISS, done, 1000, 900 * MS, Work())
@@ -80,7 +80,7 @@ def test_what_a_request_waited_for_the_engine_s_own_step(
 def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, exposed: float) -> None:
     trace = Trace(hint(), 2 * MS)
     trace.looked_up_ns, trace.asked_ns = 10 * MS, 31 * MS
-    request = Request((0, 1), bytes(4 * 32), 32, 0, 0, 1)
+    request = request_of(0, range(4))
     request.last_byte_ns, request.fetched_blocks, request.final = 51 * MS, 2, final
     line = trace.fields(request, Ending.ENGINE_GONE, None, 1000, 91 * MS, Work())
     assert line["exposed_ms"] == exposed
@@ -89,7 +89,7 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
 def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     """One that the engine said nothing of has loaded nothing, and no time at which it did."""
     traces = Traces(1000)
-    request = Request((0, 1), bytes(4 * 32), 32, 1, 0, 1)
+    request = request_of(0, range(4))
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
     traces.begin(request.key, hint(local=1), 11 * MS)
     traces.looked_up(request.key, 3, 21 * MS, Missing("evicted"), Work())

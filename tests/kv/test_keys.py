@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.store.keys import name_of, owner, whole_prefix
+from kvprefetch.kv.keys import name_of, owner, whole_prefix
 
 RANK = "m@tp_rank:%s@pcp0@dcp0@pp_rank:%s@group:0@fp:00@"
 
