@@ -75,10 +75,10 @@ class Outcome(enum.IntEnum):
     RECOMPUTED = 7
 
 
-# As Pusher.hint writes it (shmring/_ring.c).
+# As Pusher.hint writes it (shmring/_ring.c); test_hint_in_c.py compares both.
 # version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns, trace id and parent span id
-_HINT = struct.Struct("<BxHHHIIIiIQQ24s")
+HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s")
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
@@ -159,22 +159,22 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
     """Return the size of a HINT record's payload, with a slot table for so many items; without an id its bound."""
     id_bytes = MAX_REQUEST_ID_BYTES if request_id is None else len(request_id.encode(errors="replace"))
     return (
-        _HINT.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-items // PAGE_ENTRIES) * 4 + digests * hash_bytes
+        HINT_HEAD.size + min(id_bytes, MAX_REQUEST_ID_BYTES) - (-items // PAGE_ENTRIES) * 4 + digests * hash_bytes
     )  # as pages_of
 
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
-    fields = _unpack(_HINT, payload)
+    fields = _unpack(HINT_HEAD, payload)
     _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, trace = fields
-    pages_at = _HINT.size + id_bytes
+    pages_at = HINT_HEAD.size + id_bytes
     hashes_at = pages_at + 4 * page_count
     size = len(payload) - hashes_at
     if not 1 <= hash_bytes <= MAX_HASH_BYTES or size <= 0 or size % hash_bytes or id_bytes > MAX_REQUEST_ID_BYTES:
         raise ProtocolError(f"hint size differs: bytes={len(payload)} hashes_at={hashes_at} hash_bytes={hash_bytes}")
     if local > blocks or blocks == 0 or page_count == 0:
         raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")
-    name = bytes(payload[_HINT.size : pages_at]).decode(errors="replace")
+    name = bytes(payload[HINT_HEAD.size : pages_at]).decode(errors="replace")
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = payload[hashes_at:]
     return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, trace)

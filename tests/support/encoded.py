@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import struct
 
-from kvprefetch.shmring.wire.records import MAX_REQUEST_ID_BYTES, PROTOCOL, Hint
-
-_HEAD = struct.Struct("<BxHHHIIIiIQQ24s")
+from kvprefetch.shmring.wire.records import HINT_HEAD, MAX_REQUEST_ID_BYTES, PROTOCOL, Hint
 
 
 def encode_hint(hint: Hint) -> bytes:
     name = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
-    head = _HEAD.pack(
+    head = HINT_HEAD.pack(
         PROTOCOL,
         hint.hash_bytes,
         len(name),
