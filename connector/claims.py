@@ -17,12 +17,12 @@ from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
 from . import hints
 from .config import ConnectorConfig, override
+from .geometry import Geometry
 from .hints import Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_state import Answer, RequestState
 from .saves import Saves
 from .session import SchedulerSession
-from .support import Geometry
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
 MAX_LATE_HINTS = 3

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import compat, fingerprint, groups, namespace, register, support
+from . import compat, fingerprint, geometry, groups, hellos, namespace, refusals, register
 from . import config as configuration
 from . import copies as copying
 from .guards import FAILED, guarded
@@ -59,8 +59,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = configuration.load(transfer.kv_connector_extra_config)
-        support.check(vllm_config, kv_cache_config)
-        self._geometry = support.geometry(vllm_config, kv_cache_config)
+        refusals.check(vllm_config, kv_cache_config)
+        self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
         told = self._geometry
         if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves, and counts no block as waste
             self._geometry = dataclasses.replace(self._geometry, saves=False)
@@ -79,7 +79,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            hello = support.scheduler_hello(vllm_config, told, upstream_keys=self._settings.key_format == "vllm")
+            hello = hellos.of_scheduler(vllm_config, told, upstream_keys=self._settings.key_format == "vllm")
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
@@ -88,11 +88,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             link = Link(
                 self._settings.socket,
-                lambda: support.as_of_now(hello, side.live_epochs(), side.resets.current),
+                lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerSession.map,
                 daemon_user=self._settings.daemon_user,
             )
-            publish = support.publishes_events(vllm_config)
+            publish = geometry.publishes_events(vllm_config)
             side = self.scheduler_side = SchedulerSide(self._settings, self._geometry, link, publish=publish)
             self.link = link
             link.start()
@@ -100,9 +100,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm.distributed import get_tensor_model_parallel_rank
 
             if self._geometry.world_size > 1:
-                support.check_ranks(vllm_config)
+                refusals.check_ranks(vllm_config)
             self._tp_rank = get_tensor_model_parallel_rank()
-            self.keys = support.keys_of(vllm_config, kv_cache_config, self._tp_rank, self._settings.cache_prefix)
+            self.keys = namespace.keys_of(vllm_config, kv_cache_config, self._tp_rank, self._settings.cache_prefix)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -117,7 +117,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """`support.check` says why not."""
+        """`refusals.check` says why not."""
         return False
 
     def shutdown(self) -> None:
@@ -135,13 +135,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Worker: its node. None as a child: MultiConnector hands the metadata of one child to all its children."""
         if self.keys is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
-        return support.this_node()
+        return refusals.this_node()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Scheduler: the workers' nodes by (pp_rank, tp_rank). Raises ValueError for ranks on other nodes."""
         ranks = {rank: node for rank, node in metadata.items() if isinstance(node, KVPrefetchNode)}
         try:
-            support.check_nodes(self._vllm_config, support.this_node(), ranks)
+            refusals.check_nodes(self._vllm_config, refusals.this_node(), ranks)
         except ValueError:
             self.shutdown()
             raise
@@ -291,7 +291,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         config, keys, rules = self._vllm_config, self.keys, self._geometry.groups
         assert keys is not None
         written = groups.written(
-            self._kv_cache_config, paged.places, paged.block_bytes, drafts=support.drafted_tokens(config)
+            self._kv_cache_config, paged.places, paged.block_bytes, drafts=geometry.drafted_tokens(config)
         )
         if self._settings.key_format == "vllm":
             where = namespace.vllms_own(keys)
@@ -305,7 +305,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 layout=paged.layout,
                 written=written,
             )
-            where = namespace.fingerprinted(config, keys, running, support.incarnation(config))
+            where = namespace.fingerprinted(config, keys, running, hellos.incarnation(config))
         info = WorkerInfo(
             block_bytes=paged.block_bytes,
             key_prefixes=list(where.prefixes),
@@ -314,7 +314,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             written=written,
             device=device,
         )
-        hello = support.worker_hello(config, self._geometry, self._tp_rank, info)
+        hello = hellos.of_worker(config, self._geometry, self._tp_rank, info)
         namespace.log_sharing(where, first_rank=hello.rank == 0)
         return hello
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
 from ..shmring.wire.attach import Stored
-from .support import Geometry
+from .geometry import Geometry
 
 # Upstream's Mooncake connector uses this name for the store's memory; MEDIUM_CPU is the engine's own offloading.
 MEDIUM_MEMORY = "cpu"

@@ -23,8 +23,8 @@ from ..shmring.wire.records import (
     encode_done,
     hint_bytes,
 )
+from .geometry import Geometry
 from .session import SchedulerSession
-from .support import Geometry
 
 # The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..shmring._atomics import block_ids
+from .geometry import Geometry
 from .hints import Handle
 from .metadata import LoadOrder
 from .request_state import Answer, RequestState
 from .session import SchedulerSession
-from .support import Geometry
 
 
 class Load(NamedTuple):

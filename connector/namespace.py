@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..kv.keys import rank_prefix, with_fingerprint
-from . import fingerprint
+from . import fingerprint, groups
+from .geometry import pp_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger("vllm.kvprefetch")
 
@@ -50,6 +52,34 @@ def rank_keys(
         for group, each in enumerate(replicas)
     )
     return RankKeys(prefixes, min(replicas), tp_rank % min(replicas))
+
+
+def keys_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_rank: int, cache_prefix: str) -> RankKeys:
+    """The store keys of this process's rank, of each KV group."""
+    return rank_keys(
+        model=vllm_config.model_config.model,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank(vllm_config),
+        replicas=_replicas(vllm_config, kv_cache_config),
+        cache_prefix=cache_prefix,
+    )
+
+
+def _replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    """The number of neighbours with equal KV, for each group. As upstream's _spec_tp_replication_factor."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = groups.layer_specs(group.kv_cache_spec)
+        shards = vllm_config.model_config.get_total_num_kv_heads()
+        if any(isinstance(one, MambaSpec) for one in specs):
+            shards = ranks
+        elif all(isinstance(one, (MLAAttentionSpec, SlidingWindowMLASpec)) for one in specs):
+            shards = 1
+        found.append(max(1, ranks // shards))
+    return found
 
 
 class Namespace(NamedTuple):

@@ -20,11 +20,11 @@ import numpy as np
 from ..kv.groups import Kind, Numbers
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
+from .geometry import Geometry
 from .known import Keys, Known
 from .metadata import SaveOrder
 from .request_state import RequestState
 from .session import SchedulerSession
-from .support import Geometry
 
 # Blocks of finished requests, and states, that wait for a save slot.
 MAX_LEFT = 1 << 14

@@ -23,6 +23,7 @@ from . import compat, hints
 from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
+from .geometry import Geometry
 from .guards import detaching
 from .hints import Handle
 from .link import Link
@@ -35,7 +36,6 @@ from .saves import LocalCache, Saves
 from .session import SchedulerSession
 from .stats import Tally
 from .steps import StepTimes
-from .support import Geometry
 from .waits import Waits
 
 # Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.

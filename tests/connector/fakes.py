@@ -13,11 +13,11 @@ import pytest
 
 from kvprefetch.connector import config as configuration
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.geometry import Geometry
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
-from kvprefetch.connector.support import Geometry
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter

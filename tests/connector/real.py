@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector import connector as module
-from kvprefetch.connector import support
+from kvprefetch.connector import refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
@@ -343,7 +343,7 @@ class RealEngine:
         with (
             mock.patch.object(module, "Link", return_value=link),
             mock.patch.object(vllm.distributed, "get_tensor_model_parallel_rank", return_value=rank),
-            mock.patch.object(support, "check_ranks"),  # no process groups here
+            mock.patch.object(refusals, "check_ranks"),  # no process groups here
         ):
             worker = KVConnectorFactory.get_connector_class(config.kv_transfer_config)(
                 config, KVConnectorRole.WORKER, cache

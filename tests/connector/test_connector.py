@@ -19,7 +19,7 @@ base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 from transformers import LlamaConfig  # noqa: E402
 
-from kvprefetch.connector import support  # noqa: E402
+from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
@@ -175,18 +175,18 @@ def test_what_cannot_be_served_is_refused_at_start_in_one_line(
 
 def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp_path: Path) -> None:
     first, again = vllm_config(tmp_path / "a"), vllm_config(tmp_path / "b")
-    assert support.incarnation(first) == support.incarnation(again)
+    assert hellos.incarnation(first) == hellos.incarnation(again)
     again.instance_id = "124"
-    assert support.incarnation(first) != support.incarnation(again)
+    assert hellos.incarnation(first) != hellos.incarnation(again)
 
 
 @pytest.mark.parametrize(
     ("role", "loads", "saves"), [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False)]
 )
 def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves: bool) -> None:
-    shape = support.geometry(vllm_config(tmp_path / "s", role=role), kv_cache_config())
+    shape = geometry.of_engine(vllm_config(tmp_path / "s", role=role), kv_cache_config())
     assert (shape.loads, shape.saves, shape.block_bytes, shape.max_blocks) == (loads, saves, 4096, 16)
-    hello = support.scheduler_hello(vllm_config(tmp_path / "s"), shape, upstream_keys=True)
+    hello = hellos.of_scheduler(vllm_config(tmp_path / "s"), shape, upstream_keys=True)
     assert hello.scheduler is not None
     assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
     assert hello.scheduler.upstream_keys
@@ -218,7 +218,7 @@ def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) 
 def test_ranks_that_step_together_are_known(tmp_path: Path) -> None:
     for ranks, together in ((1, False), (2, True)):
         config = vllm_config(tmp_path / "s", parallel={"data_parallel_size": ranks})
-        assert support.geometry(config, kv_cache_config()).lockstep is together
+        assert geometry.of_engine(config, kv_cache_config()).lockstep is together
 
 
 def test_saves_that_nobody_else_will_find_are_warned_about(
@@ -237,7 +237,7 @@ def test_saves_that_nobody_else_will_find_are_warned_about(
     assert not warned("sha256_cbor")
     assert warned("xxhash")
     # With a seed the hash is really made, which needs a package that is not everywhere.
-    monkeypatch.setattr(support, "hash_probe", lambda algorithm: "00")
+    monkeypatch.setattr(hellos, "hash_probe", lambda algorithm: "00")
     assert not warned("xxhash")
 
 
@@ -367,7 +367,7 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
             assert connector.link is not None
             shape = connector.link.hello().worker
             assert shape is not None
-            start = support.incarnation(connector._vllm_config)
+            start = hellos.incarnation(connector._vllm_config)
             assert shape.key_prefixes[0] == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
             assert any("is not known" in record.message and why in record.message for record in caplog.records)
             connector.shutdown()

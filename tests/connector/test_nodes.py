@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvprefetch.connector import support
+from kvprefetch.connector import refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.metadata import KVPrefetchNode
 
@@ -31,7 +31,7 @@ from .test_connector import kv_cache_config, vllm_config
 def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """The scheduler's connector, and a worker's that vLLM made as the engine's only one."""
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(support, "check_ranks", lambda config: None)  # no process groups here; tests/e2e has some
+    monkeypatch.setattr(refusals, "check_ranks", lambda config: None)  # no process groups here; tests/e2e has some
     config = vllm_config(tmp_path / "d.sock", parallel={"distributed_executor_backend": "ray", "world_size": 2})
     worker = KVPrefetchConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
@@ -56,7 +56,7 @@ def test_a_rank_on_another_node_ends_the_start_in_one_line(
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("6ab24b07-6a4b-4a6b-9f8a-5a3a3f1f7f11\n")
     with monkeypatch.context() as patch:
-        patch.setattr(support, "BOOT_ID", boot_id)
+        patch.setattr(refusals, "BOOT_ID", boot_id)
         patch.setattr("socket.gethostname", lambda: "elsewhere")
         there = worker.get_handshake_metadata()
     with pytest.raises(ValueError, match=r"one daemon: pp_rank=1 tp_rank=0 is on .*=elsewhere, .*=ray \(g") as caught:
@@ -70,7 +70,7 @@ def test_a_node_that_cannot_be_named_is_not_refused(
 ) -> None:
     scheduler, worker = sides
     with monkeypatch.context() as patch:
-        patch.setattr(support, "BOOT_ID", tmp_path / "nowhere")
+        patch.setattr(refusals, "BOOT_ID", tmp_path / "nowhere")
         unknown = worker.get_handshake_metadata()
     assert unknown.boot_id == ""
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): unknown})

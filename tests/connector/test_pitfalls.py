@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 
-from kvprefetch.connector import support
+from kvprefetch.connector import namespace, refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
@@ -107,7 +107,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
     unlike: tuple[dict[str, Any], ...] = ({}, {"dtype": "float16"}, {"known": test_fingerprint.running(isa="vec")})
     assert prefixes(*unlike) == len(unlike)
     mine, theirs = (
-        support.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefixes
+        namespace.keys_of(test_connector.vllm_config(ROOT), test_connector.kv_cache_config(), 0, prefix).prefixes
         for prefix in ("bf16", "fp8")
     )
     assert mine != theirs
@@ -127,7 +127,7 @@ def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypat
     for reason, kv_caches in refused_layouts():
         with pytest.raises(ValueError, match=reason):
             PagedCache(kv_caches, ["layer"], 4)
-    monkeypatch.setattr(support, "check", lambda *args: None)
+    monkeypatch.setattr(refusals, "check", lambda *args: None)
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
     with pytest.raises(pytest.fail.Exception):
         check()
@@ -216,7 +216,7 @@ def test_p29_where_vllm_turns_prefix_caching_off_nothing_is_served(tmp_path: Pat
             model=str(model), skip_tokenizer_init=True, max_model_len=512, **options
         ).create_engine_config()
         try:
-            support.check(config, test_connector.kv_cache_config())
+            refusals.check(config, test_connector.kv_cache_config())
         except ValueError as error:
             return "enable_prefix_caching=False" not in str(error)
         return True
@@ -228,4 +228,4 @@ def test_p29_where_vllm_turns_prefix_caching_off_nothing_is_served(tmp_path: Pat
         assert not served(llama, **pooling, pooler_config=PoolerConfig(seq_pooling_type="MEAN"))
         assert not served(tmp_path)
 
-    fails_with(check, monkeypatch, support, "check", lambda *args: None)
+    fails_with(check, monkeypatch, refusals, "check", lambda *args: None)

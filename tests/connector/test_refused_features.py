@@ -12,7 +12,7 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from kvprefetch.connector import support  # noqa: E402
+from kvprefetch.connector import refusals  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from tests.connector.test_connector import kv_cache_config  # noqa: E402
 from tests.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
@@ -59,10 +59,10 @@ def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it(
 @pytest.mark.shows("KV scales per token and head, `--enforce-eager`", refused=True)
 def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_every_layer(tmp_path: Path) -> None:
     eager = engine_config(tmp_path, enforce_eager=True)
-    support.check(eager, kv_cache_config())
+    refusals.check(eager, kv_cache_config())
     with pytest.raises(ValueError, match=r"enable_jit_warmup=False \(as with enforce_eager"):
-        support.check(eager, per_token_head())
-    support.check(engine_config(tmp_path), per_token_head())
+        refusals.check(eager, per_token_head())
+    refusals.check(engine_config(tmp_path), per_token_head())
 
 
 @pytest.mark.shows("routed experts in the output", refused=True)
@@ -79,7 +79,7 @@ def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp
     config = engine_config(tmp_path)
     config.aux_output_config.enable_return_routed_experts = True
     with pytest.raises(ValueError, match="enable_return_routed_experts=True"):
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
 
 
 @pytest.mark.shows("`--enable-fault-tolerance`", refused=True)
@@ -88,7 +88,7 @@ def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) 
     config = engine_config(tmp_path)
     config.parallel_config.enable_fault_tolerance = True
     with pytest.raises(ValueError, match="enable_fault_tolerance=True"):
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an external launcher's configuration sets it
     config = engine_config(tmp_path, **options)
     if reason is None:
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
         return
     with pytest.raises(ValueError, match=reason):
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_pipeline_stages_whose_reports_ray_s_older_executor_drops_are_refused(
     config = engine_config(tmp_path, distributed_executor_backend="mp", pipeline_parallel_size=stages)
     config.parallel_config.distributed_executor_backend = "ray"  # which is not installed here
     if reason is None:
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
         return
     with pytest.raises(ValueError, match=reason):
-        support.check(config, kv_cache_config())
+        refusals.check(config, kv_cache_config())
 
 
 def test_a_load_that_only_the_last_stage_reports_is_never_complete() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvprefetch.connector import connector, support
+from kvprefetch.connector import connector, refusals
 
 # "scheduler", or a worker's tensor-parallel rank.
 WHO = "KVPREFETCH_TEST_ELSEWHERE"
@@ -20,5 +20,5 @@ class KVPrefetchConnector(connector.KVPrefetchConnector):
 
         here = "scheduler" if role == KVConnectorRole.SCHEDULER else str(get_tensor_model_parallel_rank())
         if here == os.environ[WHO]:
-            support.BOOT_ID = Path("/proc/sys/kernel/random/uuid")  # a new one for each reader
+            refusals.BOOT_ID = Path("/proc/sys/kernel/random/uuid")  # a new one for each reader
         super().__init__(vllm_config, role, kv_cache_config)

@@ -23,7 +23,7 @@ from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvprefetch.connector import support
+from kvprefetch.connector import refusals
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.lab.connectors import ours
 from tests.lab.control import Reader
@@ -199,6 +199,6 @@ def tensor_parallel_rank(rank: int) -> Iterator[None]:
     """A worker-role connector made inside takes itself for this rank's."""
     with (
         mock.patch.object(vllm.distributed, "get_tensor_model_parallel_rank", return_value=rank),
-        mock.patch.object(support, "check_ranks"),  # no process groups here
+        mock.patch.object(refusals, "check_ranks"),  # no process groups here
     ):
         yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.support import hash_probe
+from kvprefetch.connector.hellos import hash_probe
 from kvprefetch.daemon.cli.prompts import CannotHash, Prompt, PromptHasher
 from kvprefetch.shmring.wire.admin import Warmed
 

@@ -1,0 +1,87 @@
+"""What an engine's processes say of themselves to the daemon when they attach."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
+from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
+from .geometry import Geometry, pp_rank, publishes_events
+from .resets import Weights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..kv.groups import Group
+
+_NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
+
+
+def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    blocks, rules = geometry.max_blocks, geometry.groups
+    wants = SchedulerInfo(
+        max_blocks=blocks,
+        max_hint_bytes=hint_bytes(blocks * geometry.hashes_per_block, MAX_HASH_BYTES, rules.names(blocks)),
+        groups=[_told(each) for each in rules.groups],
+        hash_tokens=rules.hash_tokens,
+        loads=geometry.loads,
+        saves=geometry.saves,
+        events=publishes_events(vllm_config),
+        upstream_keys=upstream_keys,
+        hash_algorithm=algorithm,
+        hash_probe=hash_probe(algorithm) if geometry.hashes_per_block == 1 else "",
+    )
+    return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
+
+
+def _told(group: Group) -> GroupInfo:
+    return GroupInfo(kind=group.kind.value, block_tokens=group.block_tokens, window_tokens=group.window_tokens)
+
+
+def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hello:
+    """The scheduler's hello with its last reset and the earlier epochs that its steps may still name."""
+    assert hello.scheduler is not None
+    now = {"live_epochs": [*live_epochs], "reset_generation": weights.generation, "weights": weights.id}
+    return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update=now)})
+
+
+def of_worker(vllm_config: VllmConfig, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:
+    rank = pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
+    return Hello(**_common(vllm_config, geometry), role="worker", rank=rank, worker=info)
+
+
+def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
+    return {
+        "protocol": PROTOCOL,
+        "version": __version__,
+        "engine_id": vllm_config.kv_transfer_config.engine_id,
+        "incarnation": incarnation(vllm_config),
+        "world_size": geometry.world_size,
+    }
+
+
+def incarnation(vllm_config: VllmConfig) -> str:
+    """An id of one engine start, the same in all its processes.
+
+    engine_id has the data-parallel suffix before the workers are spawned; instance_id is the configuration's creation
+    time (ns).  Both reach the workers inside the pickled configuration.
+    """
+    text = f"{vllm_config.kv_transfer_config.engine_id}\0{vllm_config.instance_id}"
+    return uuid.uuid5(_NAMESPACE, text).hex
+
+
+def hash_probe(algorithm: str) -> str:
+    """SchedulerInfo.hash_probe of this process, before or after vLLM chose its seed."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+
+    function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        return ""
+    probe: bytes = hash_block_tokens(function, BlockHash(function(seed)), HASH_PROBE_TOKENS)
+    return probe.hex()
