@@ -32,6 +32,7 @@ from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings
+from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.work.calls import Call
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.wire.records import FlagState
@@ -78,6 +79,7 @@ class Life:
             store,
             self.pools,
             log,
+            Metrics(),
             time.monotonic_ns,
             chunk_bytes=CHUNK_BYTES,
             disk_call_bytes=CHUNK_BYTES,

@@ -18,7 +18,7 @@ from kvprefetch.shmring.gpu import cuda
 from tests.support import shown
 
 # Packages of `make setup` that `make check` does without.
-FROM_SETUP = {"matplotlib", "mooncake", "posix_ipc", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
+FROM_SETUP = {"matplotlib", "mooncake", "safetensors", "tokenizers", "torch", "transformers", "vllm"}
 
 # Of `<X object at 0x7f…>`: the text of an object without one of its own.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")

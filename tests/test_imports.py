@@ -23,7 +23,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "daemon": (
         {"kv", "shmring"},
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli", "vllm"}
-        | {"shtab"},
+        | {"posix_ipc", "shtab"},
     ),
 }
 # The only module of the connector that knows differences between releases of vLLM.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ...shmring.wire.admin import Report
+from ...shmring.wire.admin import Report, Status, StatusQuery
 from ...shmring.wire.attach import Refused
 from ...shmring.wire.codec import Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
+from ..telemetry import board, overview
 
 TIMEOUT_S = 5.0
+IDS_S = 1.0
 EX_UNAVAILABLE = 69
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -77,6 +81,28 @@ class Conversation:
         if isinstance(answer, Report):
             raise Unavailable(answer.text)
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
+
+
+def look(path: Path, *, ids: bool = False) -> Status:
+    """Return the status of the daemon behind the socket. Raises Unavailable.
+
+    Root and the daemon's own user read it in the daemon's picture, which is there while the daemon hangs and after it
+    died; other users ask the socket, which shows each its own engines.  `ids`: with the requests that waited longest,
+    which the picture does not name.
+    """
+    picture = board.read(path)
+    if picture is None or os.geteuid() not in (0, picture.uid):
+        try:
+            return ask(path, StatusQuery(), Status)
+        except Unavailable as error:
+            if picture is None or not (problems := picture.health().problems):
+                raise
+            raise Unavailable(f"{error.what}: {problems[0]}", error.advice) from None
+    slowest, health = None, picture.health()
+    if ids and health.healthy:
+        with contextlib.suppress(Unavailable):
+            slowest = ask(path, StatusQuery(), Status, IDS_S).slowest
+    return overview.as_status(picture.status, health, slowest=slowest)
 
 
 def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import io
 import json
 import os
@@ -12,13 +11,12 @@ import shutil
 import subprocess
 import tarfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...shmring.wire.admin import Status, StatusQuery
 from ..config.model import ConfigError, DaemonConfig
-from .client import Unavailable, ask
+from ..telemetry import board
+from .client import Unavailable, look
 from .common import (
     CONFIGURATION_FILE,
     SOCKET_FILE,
@@ -126,7 +124,12 @@ def without_secrets(text: str) -> str:
 
 def write_bundle(target: Path, config: DaemonConfig, texts: Mapping[str, str], log: Path | None) -> None:
     """Write these texts and the bundle's own into a tar.gz that only its user may read. Raises OSError."""
-    parts = {**texts, "status.json": _status(config.socket), "metrics.txt": metrics(config), "log.jsonl": _log(log)}
+    parts = {
+        **texts,
+        "status.json": _status(config.socket),
+        "metrics.txt": _metrics(config.socket),
+        "log.jsonl": _log(log),
+    }
     if config.mooncake_config is not None:
         parts["mooncake.json"] = config.mooncake_config.read_text(errors="replace")
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -140,21 +143,14 @@ def write_bundle(target: Path, config: DaemonConfig, texts: Mapping[str, str], l
 
 def _status(path: Path) -> str:
     try:
-        return ask(path, StatusQuery(), Status).model_dump_json(indent=2)
+        return look(path, ids=True).model_dump_json(indent=2)
     except Unavailable as error:
         return str(error)
 
 
-def metrics(config: DaemonConfig) -> str:
-    """Return the metrics page of this configuration's daemon, or why there is none."""
-    if not config.metrics_port:
-        return "switched off: metrics_port=0"
-    try:
-        url = f"http://{config.metrics_address}:{config.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as page:
-            return str(page.read().decode(errors="replace"))
-    except (OSError, ValueError, http.client.HTTPException) as error:  # another program may have that port
-        return f"not answered: {error}"
+def _metrics(path: Path) -> str:
+    picture = board.read(path)
+    return picture.metrics.decode() if picture is not None else "no picture of a daemon that this user may read"
 
 
 def _log(path: Path | None) -> str:

@@ -82,10 +82,13 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from ..store.errors import EmbeddedError, StoreError
     from ..store.settings import SettingsError
     from ..telemetry.logs import configure
+    from ..telemetry.metrics import Metrics
     from ..telemetry.streams import settle
 
     try:
-        well = Daemon(config, configure(config.log_level), lambda: accepted(sources).config).run()
+        metrics = Metrics()
+        log = configure(config.log_level, metrics)
+        well = Daemon(config, log, lambda: accepted(sources).config, metrics).run()
         settle()
         # Everything is closed. With a disk, Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)

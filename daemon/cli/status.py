@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
+from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status
 from ..config.model import Mode
 from ..telemetry.overview import describe
-from .client import Unavailable, ask
+from .client import EX_UNAVAILABLE, Unavailable, ask, look
 from .common import Commands, SocketPage, add_socket, command_daemon, declare, seconds
 
 LOOK_S = 0.2
@@ -93,11 +93,11 @@ def add(commands: Commands) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    status = look(arguments.socket, arguments.wait, lambda _: True)
+    status = wait_for(arguments.socket, arguments.wait, lambda status: status.alive, ids=True)
     if isinstance(status, Unavailable):
         raise status
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
-    return 0
+    return 0 if status.alive else EX_UNAVAILABLE
 
 
 def engines(text: str) -> int:
@@ -114,7 +114,7 @@ def run_health(arguments: argparse.Namespace) -> int:
     def good(status: Status) -> bool:
         return (status.healthy if arguments.alive else status.ready) and status.engine_count >= wanted
 
-    status = look(arguments.socket, arguments.wait, good)
+    status = wait_for(arguments.socket, arguments.wait, good)
     if isinstance(status, Unavailable):
         well, problems, what = False, [str(status)], f"not {word}"
     else:
@@ -127,16 +127,18 @@ def run_health(arguments: argparse.Namespace) -> int:
     return 0 if well else 1
 
 
-def look(socket: Path, wait_s: float, enough: Callable[[Status], bool]) -> Status | Unavailable:
-    """Ask for the status until there is one that is `enough`, for `wait_s` at most; return the last answer."""
+def wait_for(
+    socket: Path, wait_s: float, enough: Callable[[Status], bool], *, ids: bool = False
+) -> Status | Unavailable:
+    """Look until the status is `enough`, for `wait_s` at most; return what was seen last."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            answer: Status | Unavailable = ask(socket, StatusQuery(), Status)
+            seen: Status | Unavailable = look(socket, ids=ids)
         except Unavailable as error:
-            answer = error
-        if (isinstance(answer, Status) and enough(answer)) or time.monotonic() >= deadline:
-            return answer
+            seen = error
+        if (isinstance(seen, Status) and enough(seen)) or time.monotonic() >= deadline:
+            return seen
         time.sleep(LOOK_S)
 
 

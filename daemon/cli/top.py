@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ...shmring.wire.admin import Status, StatusQuery
+from ...shmring.wire.admin import Status
 from ..telemetry import overview
-from .client import ask
+from .client import look
 from .common import NO_COLOR, Commands, SocketPage, add_socket, declare, seconds
 
 PAGE = SocketPage(
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def looked_twice(socket: Path, interval_s: float) -> tuple[Status, overview.Rates]:
     """Return the second of two answers, and the rates between them. Raises Unavailable."""
-    before, since = ask(socket, StatusQuery(), Status), time.monotonic()
+    before, since = look(socket, ids=True), time.monotonic()
     time.sleep(interval_s)
-    now = ask(socket, StatusQuery(), Status)
+    now = look(socket, ids=True)
     return now, overview.rates(before, now, time.monotonic() - since)

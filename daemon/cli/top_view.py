@@ -20,10 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...shmring.wire.admin import Status, StatusQuery
+from ...shmring.wire.admin import Status
 from ..telemetry import overview
 from ..telemetry.pretty import printable
-from .client import Unavailable, ask
+from .client import Unavailable, look
 
 LEGEND = (
     "q quit   h this legend   s sort by the next column   r the other way round   / show what contains … (Enter, Esc)",
@@ -91,7 +91,7 @@ def live(socket: Path, interval_s: float) -> None:
 
     Raises BrokenPipeError once the terminal is gone.
     """
-    now = ask(socket, StatusQuery(), Status)
+    now = look(socket, ids=True)
     try:
         _show(socket, interval_s, now)
     except (EOFError, OSError, termios.error):
@@ -107,7 +107,7 @@ def _show(socket: Path, interval_s: float, now: Status) -> None:
             else:
                 before, since, at = now, at, time.monotonic()
                 try:
-                    now = ask(socket, StatusQuery(), Status)
+                    now = look(socket, ids=True)
                 except Unavailable as error:
                     shown.update(Text(str(error), style="red"), refresh=True)
                     continue
@@ -148,8 +148,8 @@ def frame(status: Status, rates: overview.Rates, view: View = View()) -> Rendera
     """Return headline, rates, a table of engines, and a table of the slowest requests."""
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
+        *(Text(printable(line), style="red") for line in status.problems),
         *map(Text, overview.store(status)),
-        *([Text(printable(status.disk_fault), style="red")] if status.disk_fault else []),
         Text(overview.pace(rates)),
         *map(Text, (*overview.known_rates(status), *overview.slow_causes(status))),
         Text(view.line(), style="dim"),

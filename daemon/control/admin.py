@@ -29,7 +29,8 @@ class Admin:
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
         if isinstance(query, StatusQuery):
-            return report.status(self._shared, self._epochs.attached(uid), len(self._epochs.attached()), uid)
+            count = len(self._epochs.attached())
+            return report.status(self._shared, self._epochs.attached(uid), count, uid, now_ns)
         return report.segments(self._epochs.attached(uid), now_ns)
 
     def command(self, command: Command, uid: int | None, reply: Reply) -> None:

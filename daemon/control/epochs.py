@@ -15,9 +15,9 @@ from ..engine.reservations import Reservations
 from ..engine.stored import Histories
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
-from ..telemetry.counters import Counters
 from ..telemetry.events import Ending
 from ..telemetry.logs import Log
+from ..telemetry.metrics import Metrics
 from ..telemetry.snapshot import Snapshot
 from ..work.pools import Pools
 from .refusals import Refusals
@@ -34,6 +34,7 @@ class Shared:
     store: Store
     pools: Pools
     snapshot: Snapshot
+    metrics: Metrics
     log: Log
 
     def __post_init__(self) -> None:
@@ -64,6 +65,7 @@ class Epochs:
             shared.store,
             shared.pools,
             shared.log,
+            shared.metrics,
             time.monotonic_ns,
             chunk_bytes=config.chunk,
             disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads,
@@ -119,15 +121,10 @@ class Epochs:
             if epoch.idle:
                 self._ended.remove(epoch)
                 epoch.close()
-                self._shared.snapshot.retire(epoch.counters)
                 self.reservations.free(epoch.memory)
             else:
                 epoch.tick(now_ns)
         return over
-
-    def counters(self) -> list[Counters]:
-        """Return the counters of all epochs that were not retired, ended ones included."""
-        return [epoch.counters for epoch in (*self._attached, *self._ended)]
 
     def close(self) -> None:
         """Close ended epochs that are idle, at the end of the process, which frees their memory."""

@@ -35,7 +35,9 @@ class Listener:
         self._config, self._log = config, log
         self.sock: socket.socket = inherited if inherited is not None else listen(config)
         self.path: str = self.sock.getsockname()
-        self._bound = os.stat(self.path) if inherited is None else None  # None: the socket unit owns the file
+        found = os.stat(self.path)
+        self.gid = found.st_gid  # of the users who may attach
+        self._bound = found if inherited is None else None  # None: the socket unit owns the file
         self._gone_ns = 0
         self._error = ""  # logged, while the file is gone
 

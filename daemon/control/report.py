@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
 from ...shmring import view
@@ -13,7 +14,9 @@ from ...shmring.wire.admin import Segments, Status
 from ...shmring.wire.records import FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
-from ..telemetry.snapshot import judge
+from ..telemetry.health import judge
+from ..telemetry.overview import as_status
+from ..telemetry.snapshot import Snapshot
 from .epochs import Shared
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
@@ -35,42 +38,47 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
         "age_s": (now_ns - epoch.since_ns) // 1_000_000_000,
         "epoch": epoch.number,
         "block_bytes": epoch.memory.block_bytes,
-        "transfer_ms": int(epoch.counters.transfer_s * 1e3),
-        "hidden_ms": int(epoch.counters.hidden_s * 1e3),
+        "transfer_ms": int(epoch.counters["transfer_seconds"] * 1e3),
+        "hidden_ms": int(epoch.counters["hidden_seconds"] * 1e3),
         **epoch.numbers(),
     }
 
 
-def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None = None) -> Status:
-    """Return the answer for a user who may see these epochs; `engine_count` counts those of all users.
+def at_start(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what the daemon shows of itself before it serves."""
+    return {"version": __version__, "pid": os.getpid(), "phase": snapshot.phase, "started_ns": snapshot.started_ns}
 
-    `uid`: whose refusals are listed; None: all.
+
+def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None, now_ns: int) -> dict[str, Any]:
+    """Return what the daemon shows of itself and of these epochs: the fields of a Status, but for ages and request ids.
+
+    `engine_count` counts the engines of all users.  `uid`: whose refusals are listed; None: all.
     """
     snapshot = shared.snapshot
-    now, health = snapshot.clock_ns(), judge(snapshot)
-    return Status(
-        version=__version__,
-        pid=os.getpid(),
-        mode=shared.mode,
-        ready=health.ready,
-        healthy=health.healthy,
-        problems=list(health.problems),
-        master_http=shared.master_http,
-        store_open=shared.store.is_open,
-        store_answering=shared.store.answering,
-        disk_fault=snapshot.disk_fault(),
-        lease_fault=snapshot.lease_fault(),
-        store=fill.model_dump() if (fill := snapshot.fill()) is not None else None,
-        store_earlier=earlier.model_dump() if (earlier := snapshot.fill_earlier()) is not None else None,
-        engines=[numbers(epoch, now) for epoch in epochs[:MAX_ENGINES]],
-        engine_count=engine_count,
-        refused=shared.refusals.listed(uid),
-        uptime_s=(now - snapshot.started_ns) / 1e9,
-        calls={kind: (now - since) / 1e9 for kind, since in snapshot.running().items()},
-        slowest=_slowest(epochs, now),
-        causes=_causes(epochs, now),
-        rates={path: dict(rates) for path, rates in shared.pools.rates.known().items()},
-    )
+    return {
+        **at_start(snapshot),
+        "mode": shared.mode,
+        "master_http": shared.master_http,
+        "store_open": shared.store.is_open,
+        "store_answering": shared.store.answering,
+        "disk_fault": snapshot.disk_fault,
+        "lease_fault": snapshot.lease_fault,
+        "log_fault": snapshot.log_fault(now_ns),
+        "store": snapshot.fill.model_dump() if snapshot.fill is not None else None,
+        "store_earlier": snapshot.fill_earlier.model_dump() if snapshot.fill_earlier is not None else None,
+        "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],
+        "engine_count": engine_count,
+        "refused": shared.refusals.listed(uid),
+        "calls_ns": shared.pools.running(),
+        "causes": _causes(epochs, now_ns),
+        "rates": {path: dict(rates) for path, rates in shared.pools.rates.known().items()},
+    }
+
+
+def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None, now_ns: int) -> Status:
+    """Return the answer for a user who may see these epochs. The loop that makes it lives."""
+    shown = daemon(shared, epochs, engine_count, uid, now_ns)
+    return as_status(shown, judge(shown, now_ns, now_ns), now_ns, _slowest(epochs, now_ns))
 
 
 def segments(epochs: Sequence[Epoch], now_ns: int) -> Segments:

@@ -19,8 +19,8 @@ from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
-from ..telemetry.counters import WARM_RESULTS
 from ..telemetry.events import Ending
+from ..telemetry.metrics import WARM_RESULTS
 from ..work.calls import Kind
 from .epoch_calls import EpochCalls
 
@@ -57,7 +57,7 @@ class Epoch(EpochCalls):
 
     def numbers(self) -> dict[str, int]:
         """Return gauges and counters together, for the log, the snapshot and the status."""
-        self.counters.dropped_hints = max(self.counters.dropped_hints, self.channel.ring.dropped)
+        self.counters.reach("hints_dropped", self.channel.ring.dropped)
         return {**self.gauges(), **self.counters.totals()}
 
     def tick(self, now_ns: int) -> None:
@@ -110,14 +110,15 @@ class Epoch(EpochCalls):
 
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
-        self.counters.kept_bytes = self.memory.staging.kept_bytes
+        self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
         self._services.negatives.leave(self._negative)
         self._log.info("engine.detached", **self.numbers())
         self.channel.close()
 
     def _count_waste(self) -> None:
         for lane in Lane:
-            self.counters.wasted_bytes[lane.name.lower()] = self.planner.blocks.wasted[lane] * self.memory.block_bytes
+            wasted = self.planner.blocks.wasted[lane] * self.memory.block_bytes
+            self.counters.reach("wasted_bytes", wasted, lane.name.lower())
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ class Epoch(EpochCalls):
             try:
                 self._handle(record)
             except ProtocolError as error:
-                self.counters.bad_records += 1
-                self._log.warning("record.bad", error=str(error), count=self.counters.bad_records)
+                self.counters.add("bad_records")
+                self._log.warning("record.bad", error=str(error), count=int(self.counters["bad_records"]))
             ring.advance()
         return count
 
@@ -170,14 +171,14 @@ class Epoch(EpochCalls):
         if seen.generation != hint.generation:
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
         self.channel.lend(hint)
-        self.counters.hints += 1
+        self.counters.add("hints")
         now = self._services.clock_ns()
         blocks, planned = range(hint.local_blocks, hint.blocks), self.planner.blocks
         room = planned.disk_slots - planned.lost  # wherever they come from
         prompt = Prompt(self.groups, hint.hashes, blocks, room=room, staged=planned.holds)
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         self.traces.begin(key, hint, now)
-        self.counters.push_to_seen.observe(max(0, now - hint.arrival_ns) / 1e9)
+        self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self._mode == "off":
             self.planner.fetch_nothing(request)
@@ -196,7 +197,7 @@ class Epoch(EpochCalls):
         if (request := self.planner.requests.get(key)) is not None:
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
         self.planner.finish(key, *loaded)
-        self.counters.device_blocks += min(sum(map(len, loaded)), self.promotions.named(key))
+        self.counters.add("device_blocks", min(sum(map(len, loaded)), self.promotions.named(key)))
         self.promotions.dropped(key)
         self.channel.free(key)
         if request is not None:

@@ -123,7 +123,8 @@ class EpochCalls(EpochParts):
             self.traces.looked_up(request.key, choice.blocks, now_ns, missing, work)
             staged, disk = map(request.prompt.in_blocks, (request.issued, disk))
             memory = choice.blocks - request.prompt.local_blocks - staged - disk
-            self.counters.hit_blocks.update(staging=staged, memory=memory, disk=disk)
+            for medium, count in (("staging", staged), ("memory", memory), ("disk", disk)):
+                self.counters.add("hit_blocks", count, medium)
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
@@ -182,10 +183,9 @@ class EpochCalls(EpochParts):
                 bytes=good_bytes,
                 duration_ms=round(duration_ns / 1e6, 3),
             )
-        fetches = self.counters.fetch_disk if order.lane is Lane.DISK else self.counters.fetch_memory
-        fetches.observe(duration_ns / 1e9)
+        self.counters.observe("fetch_seconds", duration_ns / 1e9, lane)
         self.counters.fetched_blocks += good
-        self.counters.fetched_bytes[lane] += good_bytes
+        self.counters.add("fetched_bytes", good_bytes, lane)
         self._negative.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         if good < len(outcome):
             self._failed(order, outcome, now, started_ns)
@@ -209,7 +209,7 @@ class EpochCalls(EpochParts):
             if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
                 lasting = each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT)
                 self._negative.add(digest, now_ns, asked_ns=asked_ns, lasting=lasting)
-        self.counters.failed_blocks[_LANES[order.lane]] += len(outcome) - outcome.count(ErrorClass.OK)
+        self.counters.add("failed_blocks", len(outcome) - outcome.count(ErrorClass.OK), _LANES[order.lane])
 
     def _fetch_overdue(self, order: Order, get: Get) -> None:
         now = self._services.clock_ns()
@@ -239,7 +239,8 @@ class EpochCalls(EpochParts):
 
     def _reply(self) -> None:
         while (answer := self.warming.next_answer()) is not None:
-            self.counters.warmed_blocks.update(answer.counts)
+            for result, count in answer.counts.items():
+                self.counters.add("warmed_blocks", count, result)
             self._replies.pop(answer.number)(answer.message)
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -277,10 +278,10 @@ class EpochCalls(EpochParts):
 
     def _count_puts(self, ended: Sequence[Put]) -> None:
         for put in ended:
-            self.counters.saved_blocks += put.stored
-            self.counters.saved_again_blocks += put.stored_before
-            self.counters.present_blocks += put.present
-            self.counters.lost_saves += put.failed
+            self.counters.add("saved_blocks", put.stored)
+            self.counters.add("saved_again_blocks", put.stored_before)
+            self.counters.add("present_blocks", put.present)
+            self.counters.add("lost_saves", put.failed)
             if not (save := put.save).puts:
                 self._log.info(
                     "save.done",
@@ -308,7 +309,7 @@ class EpochCalls(EpochParts):
         off = self._steps(self._promoter.done(job, error), "")
         if job.order is not None:
             blocks = len(job.order.slots)
-            self.counters.promoted_blocks += 0 if error else blocks
+            self.counters.add("promoted_blocks", 0 if error else blocks)
             duration_ms = round((self._services.clock_ns() - started_ns) / 1e6, 3)
             self._log.debug("copy.done", blocks=blocks, duration_ms=duration_ms)
         elif job.kind == "pin" and error:

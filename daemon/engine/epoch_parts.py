@@ -17,6 +17,7 @@ from ..store.client import Store
 from ..store.storage_nodes import Get
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
+from ..telemetry.metrics import Metrics
 from ..telemetry.trace import Traces
 from ..telemetry.waits import LostWaits
 from ..work.calls import Call, Caller, Kind
@@ -51,6 +52,7 @@ class Services(NamedTuple):
     store: Store
     pools: Pools
     log: Log
+    metrics: Metrics
     clock_ns: Callable[[], int]
     chunk_bytes: int
     disk_call_bytes: int
@@ -69,7 +71,7 @@ class EpochParts(Caller):
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
         self._services, self._store, self._pools = services, services.store, services.pools
         self.since_ns = services.clock_ns()
-        self.counters, self.waits = Counters(), LostWaits()
+        self.counters, self.waits = Counters(services.metrics), LostWaits()
         self.ranks = self._ranks(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.channel.liveness.beat(self.since_ns)

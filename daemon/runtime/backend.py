@@ -41,15 +41,15 @@ class Backend:
         """host:port of the master's HTTP interface; "" for a cluster's."""
         return self.master.http if self.master is not None else ""
 
-    def open(self, snapshot: Snapshot) -> Store | None:
-        """Return the store, and let `snapshot` show its state. None after a stop signal.
+    def open(self) -> Store | None:
+        """Return the store. None after a stop signal.
 
         A cluster that is not there yet is joined later, on a thread.
 
         Raises SettingsError, EmbeddedError and StoreError.
         """
         try:
-            settings = self._settings(snapshot)
+            settings = self._settings()
         except EmbeddedError:
             if self._signals.stop:
                 return None
@@ -57,7 +57,6 @@ class Backend:
         config = self._config
         store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
         self.store = store
-        snapshot.lease_fault = lambda: store.lease_fault
         for attempt in range(OPEN_TRIES):
             try:
                 store.open()
@@ -92,6 +91,13 @@ class Backend:
     def _probed(self, _: object) -> None:
         self._probing = False
 
+    def describe(self, snapshot: Snapshot) -> None:
+        """Enter the state of the store; nothing here waits."""
+        snapshot.lease_fault = self.store.lease_fault if self.store is not None else ""
+        if self.master is not None:
+            snapshot.disk_fault = self.master.disk_fault()
+            snapshot.fill, snapshot.fill_earlier = self.master.fill(), self.master.fill_earlier()
+
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""
         if self._checking is not None:
@@ -111,7 +117,7 @@ class Backend:
         if self.master is not None:
             self.master.stop()
 
-    def _settings(self, snapshot: Snapshot) -> MooncakeSettings:
+    def _settings(self) -> MooncakeSettings:
         config = self._config
         if config.mooncake_config is not None:
             return MooncakeSettings.from_file(config.mooncake_config)
@@ -120,7 +126,6 @@ class Backend:
             config.memory, disk, self._log, master_port=config.master_port, stopping=lambda: self._signals.stop > 0
         )
         master.anywhere = config.store_reach == "any"
-        snapshot.disk_fault, snapshot.fill, snapshot.fill_earlier = master.disk_fault, master.fill, master.fill_earlier
         return master.start()
 
     def _reopen(self, store: Store) -> None:

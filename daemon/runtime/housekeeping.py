@@ -7,22 +7,33 @@ from ..control.epochs import Shared
 from ..control.listener import Listener
 from ..control.server import Control
 from ..telemetry.logs import tick
+from ..telemetry.publisher import Publisher
 from .backend import Backend
 from .notify import Notifier
+
+PUBLISH_NS = 1_000_000_000
 
 
 class Housekeeping:
     """Ticks the other parts, and publishes their numbers once a second."""
 
     def __init__(
-        self, shared: Shared, control: Control, backend: Backend, listener: Listener, notifier: Notifier
+        self,
+        shared: Shared,
+        control: Control,
+        backend: Backend,
+        listener: Listener,
+        notifier: Notifier,
+        publisher: Publisher,
     ) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._backend, self._listener, self._notifier = backend, listener, notifier
+        self._publisher, self._published_ns = publisher, 0
 
     def tick(self, now_ns: int) -> None:
         """Do the periodic work; called several times a second."""
         shared = self._shared
+        self._publisher.board.beat(now_ns)
         shared.pools.tick(now_ns)
         for slow in shared.pools.rates.tick(now_ns):
             rates = {"bytes_s": round(slow.rate), "hour_bytes_s": round(slow.hour)}
@@ -33,7 +44,8 @@ class Housekeeping:
             self._control.end(epoch, ending)
         shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
-        if shared.snapshot.tick(now_ns):
+        if now_ns - self._published_ns >= PUBLISH_NS:
+            self._published_ns = now_ns
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
@@ -41,9 +53,20 @@ class Housekeeping:
         self._notifier.status(self.summary())
         if self._listener.tick(now_ns):
             self._control.listen_on(self._listener.sock)
-        engines = [report.numbers(epoch, now_ns) for epoch in self._epochs.attached()]
-        store, rates = self._shared.store, self._shared.pools.rates.known()
-        self._shared.snapshot.publish(now_ns, engines, self._epochs.counters(), store.is_open, store.answering, rates)
+        shared = self._shared
+        self._backend.describe(shared.snapshot)
+        epochs, metrics = self._epochs.attached(), shared.metrics
+        shown = report.daemon(shared, epochs, len(epochs), None, now_ns)
+        metrics.show_engines(report.numbers(epoch, now_ns) for epoch in epochs)
+        metrics.show("engines", {(): len(epochs)})
+        metrics.show("store_open", {(): shown["store_open"]})
+        metrics.show("store_answering", {(): shown["store_answering"]})
+        metrics.show("disk_writable", {(): not shown["disk_fault"]})
+        rates = shown["rates"].items()
+        metrics.show("rate_bytes", {(path, window): rate for path, known in rates for window, rate in known.items()})
+        metrics.show_fill(shared.snapshot.fill)
+        metrics.reach("log_lost_lines", shared.snapshot.lost_lines)
+        self._publisher.publish({**shown, "outcomes": metrics.totals("requests")})
 
     def summary(self) -> str:
         """Return one line for `systemctl status`."""

@@ -11,12 +11,16 @@ from collections.abc import Callable
 
 from ..config.machine import use_more_descriptors
 from ..config.model import ConfigError, DaemonConfig
+from ..control import report
 from ..control.epochs import Epochs, Shared
 from ..control.listener import Listener
 from ..control.server import Control
 from ..store.errors import EmbeddedError, StoreError
 from ..store.settings import SettingsError
-from ..telemetry.logs import Log, event_counts, finish, tick
+from ..telemetry.board import Board
+from ..telemetry.logs import Log, finish, tick
+from ..telemetry.metrics import Metrics
+from ..telemetry.publisher import Publisher
 from ..telemetry.snapshot import Snapshot
 from ..telemetry.web import MetricsServer
 from ..work.pools import Pools
@@ -32,14 +36,15 @@ from .signals import Signals
 class Daemon:
     """One prefetch daemon. `run` returns after SIGTERM or SIGINT; SIGHUP makes it `reread` its configuration."""
 
-    def __init__(self, config: DaemonConfig, log: Log, reread: Callable[[], DaemonConfig]) -> None:
-        self._config, self._log, self._reread = config, log, reread
+    def __init__(self, config: DaemonConfig, log: Log, reread: Callable[[], DaemonConfig], metrics: Metrics) -> None:
+        self._config, self._log, self._reread, self._metrics = config, log, reread, metrics
         self._signals = Signals()
         self._notifier = Notifier()
         self._epoll = select.epoll()
         self._snapshot = Snapshot()
         self._backend = Backend(config, log, self._signals)
-        self._metrics: MetricsServer | None = None
+        self._publisher: Publisher | None = None
+        self._server: MetricsServer | None = None
         self._control: Control | None = None
 
     def run(self) -> bool:
@@ -76,17 +81,20 @@ class Daemon:
     def _serve(self, listener: Listener, pools: Pools) -> None:
         """Assemble the parts, and run them until a stop signal."""
         config, snapshot = self._config, self._snapshot
-        snapshot.running = pools.running
+        board = Board(listener.path, listener.gid)
+        publisher = self._publisher = Publisher(board, self._metrics, report.at_start(snapshot))
+        if board.fault:
+            self._log.warning("picture.hidden", error=board.fault)
         if config.metrics_port:
-            self._metrics = MetricsServer(config.metrics_address, config.metrics_port, snapshot, event_counts)
-        if (store := self._backend.open(snapshot)) is None:
+            self._server = MetricsServer(config.metrics_address, config.metrics_port, board.look)
+        if (store := self._backend.open()) is None:
             return
-        shared = Shared(config, store, pools, snapshot, self._log)
+        shared = Shared(config, store, pools, snapshot, self._metrics, self._log)
         shared.master_http = self._backend.http
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
-        housekeeping = Housekeeping(shared, control, self._backend, listener, self._notifier)
+        housekeeping = Housekeeping(shared, control, self._backend, listener, self._notifier, publisher)
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())
@@ -109,7 +117,8 @@ class Daemon:
         if self._signals.stop:
             self._log.info("daemon.stopping", signal=signal.Signals(self._signals.stop).name)
         self._notifier.stopping("draining store calls, then writing what is not on disk yet")
-        self._snapshot.phase = "stopping"
+        if self._publisher is not None:
+            self._publisher.publish({"phase": "stopping"})
         if self._control is not None:
             self._control.close()
         quiet = pools.close()
@@ -117,6 +126,8 @@ class Daemon:
             pools.run_finished()
             self._control.epochs.close()
         self._backend.close(quiet=quiet)
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._server is not None:
+            self._server.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._epoll.close()

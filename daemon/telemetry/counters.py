@@ -1,120 +1,65 @@
-"""Counters of one epoch of an engine, which only grow: for the status, the metrics and the log.
-
-The main loop alone writes them.  When an engine goes, its counters are added to those of earlier engines, so that no
-total ever falls.
-"""
+"""Counts of one epoch of an engine: kept for the status and the log, and added to the daemon's metrics."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .events import Ending
+from .metrics import OTHER, WAITED, Metrics
 
-# Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
-FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
-SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Results of a block that an operator warms, as the message Warmed names them.
-WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
-OTHER = "other"
-WAITED = (*(each.value for each in (Ending.LOADED, Ending.LATE, Ending.RECOMPUTED, Ending.MISS)), OTHER)
-
-
-class Histogram:
-    """Counts of values in seconds by upper bound; the last count is for values above every bound."""
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self.bounds_s = bounds_s
-        self.counts = [0] * (len(bounds_s) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, value_s: float) -> None:
-        self.counts[bisect_left(self.bounds_s, value_s)] += 1
-        self.sum_s += value_s
-
-    def add(self, other: Histogram) -> None:
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
-        self.sum_s += other.sum_s
+# The metrics of which `engine.detached` and the status have this engine's part.
+_LOGGED = (
+    *("hints", "bad_records", "hit_blocks", "miss_blocks", "failed_blocks", "loaded_blocks", "saved_blocks"),
+    *("saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "promoted_blocks"),
+    "device_blocks",
+)
 
 
-def _fast() -> Histogram:
-    return Histogram(FAST_S)
-
-
-def _slow() -> Histogram:
-    return Histogram(SLOW_S)
-
-
-@dataclass
 class Counters:
-    """Counts of blocks, bytes, seconds or events, as their names say.
+    """The sums of this engine by the names of metrics, over all values of a label. The main loop alone writes them."""
 
-    Some are kept by medium: `memory` and `disk`, for hits also `staging` (blocks already staged, or on their way).
-    """
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._sums: Counter[str] = Counter()
+        self._reached: Counter[tuple[str, ...]] = Counter()
+        self.fetched_blocks = 0  # the metrics have their bytes
 
-    hints: int = 0
-    dropped_hints: int = 0
-    bad_records: int = 0
-    miss_blocks: int = 0
-    fetched_blocks: int = 0
-    loaded_blocks: int = 0
-    saved_blocks: int = 0
-    saved_again_blocks: int = 0
-    present_blocks: int = 0
-    lost_saves: int = 0
-    kept_bytes: int = 0
-    requests_taken_back: int = 0
-    promoted_blocks: int = 0
-    device_blocks: int = 0
-    transfer_s: float = 0.0
-    hidden_s: float = 0.0
-    endings: Counter[str] = field(default_factory=Counter)
-    hit_blocks: Counter[str] = field(default_factory=Counter)
-    failed_blocks: Counter[str] = field(default_factory=Counter)
-    fetched_bytes: Counter[str] = field(default_factory=Counter)
-    wasted_bytes: Counter[str] = field(default_factory=Counter)
-    warmed_blocks: Counter[str] = field(default_factory=Counter)
-    push_to_seen: Histogram = field(default_factory=_fast)
-    look_up: Histogram = field(default_factory=_slow)
-    fetch_memory: Histogram = field(default_factory=_slow)
-    fetch_disk: Histogram = field(default_factory=_slow)
-    exposed: dict[str, Histogram] = field(default_factory=lambda: {outcome: _slow() for outcome in WAITED})
-    ready_to_seen: Histogram = field(default_factory=_slow)
+    def __getitem__(self, name: str) -> float:
+        return self._sums[name]
+
+    def add(self, name: str, count: float = 1, *label: str) -> None:
+        """Count, with the value of the metric's label where it has one."""
+        self._sums[name] += count  # type: ignore[assignment]  # of seconds
+        self.metrics.add(name, count, *label)
+
+    def reach(self, name: str, total: int, *label: str) -> None:
+        """Count up to a total that another part keeps."""
+        key = name, *label
+        grown, self._reached[key] = total - self._reached[key], total
+        self.add(name, max(0, grown), *label)
+
+    def observe(self, name: str, value_s: float, *label: str) -> None:
+        self.metrics.observe(name, value_s, *label)
 
     def request_done(self, line: Mapping[str, Any]) -> None:
-        self.endings[line["outcome"]] += 1
-        self.loaded_blocks += line["loaded_blocks"]
-        self.requests_taken_back += line["taken_back"] > 0
+        self.add("requests", 1, line["outcome"])
+        self.add("loaded_blocks", line["loaded_blocks"])
+        self.add("requests_taken_back", line["taken_back"] > 0)
         looked_up, seen = line["looked_up_ms"], line["hint_seen_ms"]
         if looked_up is not None:
-            self.look_up.observe((looked_up - seen) / 1e3)
-            self.miss_blocks += line["hint_blocks"] - line["found_blocks"]
+            self.observe("look_up_seconds", (looked_up - seen) / 1e3)
+            self.add("miss_blocks", line["hint_blocks"] - line["found_blocks"])
         outcome = line["outcome"] if line["outcome"] in WAITED else OTHER
-        self.exposed[outcome].observe(line["exposed_ms"] / 1e3)
+        self.observe("exposed_wait_seconds", line["exposed_ms"] / 1e3, outcome)
         if line["last_byte_ms"] is not None:
-            transfer = max(0.0, line["last_byte_ms"] - seen) / 1e3
-            self.transfer_s += transfer
-            self.hidden_s += transfer * line["hidden_fraction"]
+            transfer_s = max(0.0, line["last_byte_ms"] - seen) / 1e3
+            self.add("transfer_seconds", transfer_s)
+            self.add("hidden_seconds", transfer_s * line["hidden_fraction"])
         if line["unseen_ms"] > 0:
-            self.ready_to_seen.observe(line["unseen_ms"] / 1e3)
-
-    def add(self, other: Counters) -> None:
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, Histogram):
-                mine.add(theirs)
-            elif isinstance(mine, Counter):
-                mine.update(theirs)
-            elif isinstance(mine, dict):
-                for name, histogram in theirs.items():
-                    mine[name].add(histogram)
-            else:
-                setattr(self, each.name, mine + theirs)
+            self.observe("ready_to_seen_seconds", line["unseen_ms"] / 1e3)
 
     def totals(self) -> dict[str, int]:
-        """Return the plain counters by name, and the sums of hits and failures over their media."""
-        plain = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), int)}
-        return {**plain, "hit_blocks": self.hit_blocks.total(), "failed_blocks": self.failed_blocks.total()}
+        """Return the numbers of an engine for the log and the status."""
+        sums = {name: int(self[name]) for name in _LOGGED}
+        return {**sums, "dropped_hints": int(self["hints_dropped"]), "fetched_blocks": self.fetched_blocks}

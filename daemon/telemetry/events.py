@@ -254,6 +254,8 @@ EVENTS: dict[str, Event] = {
                           "process.", ("available_bytes", "wanted_bytes")),
     "log.lost": Event("warning", "Lines were lost, because nobody read them, or a disk was full or stood still.",
                       ("lost_lines",)),
+    "picture.hidden": Event("warning", "There is no shared memory for the daemon's picture: `status`, `top` and "
+                            "`health` ask the socket, and say nothing once the daemon hangs or died.", ("error",)),
     "socket.renewed": Event("warning", "The control socket's file was gone, and the daemon made a new one. Find out "
                             "which program removes it.", ("socket",)),
     "socket.lost": Event("warning", "The file is gone, or another's, and the daemon cannot make a new one: no engine "

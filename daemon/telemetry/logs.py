@@ -19,6 +19,7 @@ import structlog
 
 from . import pretty
 from .events import COMMON, EVENTS
+from .metrics import Metrics
 from .streams import LogWriter, never_wait
 
 Log = Any  # a structlog bound logger; its class is made at run time
@@ -76,13 +77,13 @@ class Floods:
 class EventCounts:
     """A structlog processor: counts lines of level warning and above by event, also those that are held back."""
 
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {name: 0 for name, event in EVENTS.items() if event.level in ("warning", "error")}
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        name = line["event"]
-        if name in self.counts and "suppressed" not in line:
-            self.counts[name] += 1
+        event = EVENTS.get(line["event"])
+        if event is not None and event.level in ("warning", "error") and "suppressed" not in line:
+            self._metrics.add("events", 1, line["event"])
         return line
 
 
@@ -107,12 +108,11 @@ class Threshold:
 
 threshold = Threshold()
 floods = Floods()
-event_counts = EventCounts()
 _output: tuple[LogWriter, Log] | None = None
 
 
-def configure(level: str) -> Log:
-    """Return the daemon's logger, which writes to standard output."""
+def configure(level: str, metrics: Metrics) -> Log:
+    """Return the daemon's logger, which writes to standard output and counts in `metrics`."""
     global _output
     sys.stdout.flush()
     writer = LogWriter(sys.stdout.fileno())
@@ -133,7 +133,7 @@ def configure(level: str) -> Log:
             threshold,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-            event_counts,
+            EventCounts(metrics),
             floods,
             structlog.processors.format_exc_info,
             render,

@@ -1,41 +1,49 @@
-"""The Prometheus metrics: their catalogue, and how a scrape renders the main loop's last snapshot.
+"""The Prometheus metrics: their catalogue, and prometheus_client's objects for them, which are the book of record.
 
-There is no second bookkeeping.  docs/METRICS.md, the dashboard and the alert rules are tested against the catalogue;
-CONTRIBUTING.md has the steps to add one.
+docs/METRICS.md, the dashboard and the alert rules are tested against the catalogue; CONTRIBUTING.md has the steps to
+add one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter as Sums
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from ... import __version__
 from ..store.fill import StoreFill
-from .counters import WARM_RESULTS, Counters, Histogram
-from .events import Ending
-from .logs import EventCounts
-from .snapshot import Snapshot, judge
+from .events import EVENTS, Ending
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
+# Results of a block that an operator warms, as the message Warmed names them.
+WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
+OTHER = "other"
+WAITED = (*(each.value for each in (Ending.LOADED, Ending.LATE, Ending.RECOMPUTED, Ending.MISS)), OTHER)
+# Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
+FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
+SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Described(NamedTuple):
     """One metric: `counter`, `gauge` or `histogram`. Counters are exported with `_total` at the end of their name.
 
-    `of` names the field of Counters, or of an engine's numbers, that has the value; without it `name` does, or
-    SnapshotCollector computes the metric.
+    `values`: all that the one label of a counter or histogram can be, where _VALUES has others.  `of` names the number
+    of an engine that a gauge shows, where its name differs.
     """
 
     kind: str
     meaning: str
     labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     of: str = ""
+    buckets: tuple[float, ...] = SLOW_S
 
 
 _counter, _gauge, _histogram = (partial(Described, kind) for kind in ("counter", "gauge", "histogram"))
@@ -43,11 +51,15 @@ _MEDIUM, _ENGINE, _ENGINE_USE = ("tier",), ("engine",), ("engine", "use")
 
 CATALOGUE: dict[str, Described] = {
     "hints": _counter("Hints read from the rings"),
-    "hints_dropped": _counter("Hints that found the engine's ring or flags full", of="dropped_hints"),
+    "hints_dropped": _counter("Hints that found the engine's ring or flags full"),
     "bad_records": _counter("Hint-ring records that were skipped"),
-    "requests": _counter("Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",), of="endings"),
+    "requests": _counter("Hinted requests that ended, by outcome (docs/EVENTS.md)", ("outcome",)),
     "requests_taken_back": _counter("Of these, those that lost staged blocks to more urgent requests meanwhile"),
-    "hit_blocks": _counter("Blocks beyond the local ones that were there, by medium; staging: fetched before", _MEDIUM),
+    "hit_blocks": _counter(
+        "Blocks beyond the local ones that were there, by medium; staging: fetched before",
+        _MEDIUM,
+        values=("staging", *MEDIA),
+    ),
     "miss_blocks": _counter("Blocks of looked-up requests that were neither local nor in the store"),
     "loaded_blocks": _counter("Blocks that engines copied out of staging"),
     "failed_blocks": _counter("Blocks that the store had and that could not be fetched", _MEDIUM),
@@ -56,8 +68,8 @@ CATALOGUE: dict[str, Described] = {
         "Of these, bytes that no request loaded before their slot was reused or their engine left", _MEDIUM
     ),
     "warmed_blocks": _counter("Blocks that `kvprefetchd warm` listed, by result", ("result",)),
-    "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer", of="transfer_s"),
-    "hidden_seconds": _counter("Of these, the part that made no scheduler wait", of="hidden_s"),
+    "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer"),
+    "hidden_seconds": _counter("Of these, the part that made no scheduler wait"),
     "saved_blocks": _counter("Blocks put into the store"),
     "saved_again_blocks": _counter("Of these, those that the same engine had stored before: evicted since, or purged"),
     "present_blocks": _counter("Blocks that were to be saved and were in the store already"),
@@ -69,15 +81,14 @@ CATALOGUE: dict[str, Described] = {
     "disk_evictions": _counter("How often the embedded store's disk made room, each time by one value or more"),
     "events": _counter("Log events of level warning and error, those held back included", ("event",)),
     "log_lost_lines": _counter("Lines of the log that were lost: nobody read them, or a disk stood still"),
-    "push_to_seen_seconds": _histogram("From the engine's push of a hint until the daemon read it", of="push_to_seen"),
-    "look_up_seconds": _histogram("From the hint read until the store answered the look-up", of="look_up"),
+    "push_to_seen_seconds": _histogram("From the engine's push of a hint until the daemon read it", buckets=FAST_S),
+    "look_up_seconds": _histogram("From the hint read until the store answered the look-up"),
     "fetch_seconds": _histogram("From a fetch order to its result", _MEDIUM),
     "exposed_wait_seconds": _histogram(
-        "How long the scheduler waited for requests, its turns with others excluded", ("outcome",), of="exposed"
+        "How long the scheduler waited for requests, its turns with others excluded", ("outcome",), values=WAITED
     ),
     "ready_to_seen_seconds": _histogram(
-        "How long requests waited after their answer came, until the engine's step ended",
-        of="ready_to_seen",
+        "How long requests waited after their answer came, until the engine's step ended"
     ),
     "engines": _gauge("Attached engines"),
     "staging_slots": _gauge(
@@ -124,126 +135,109 @@ CATALOGUE: dict[str, Described] = {
 }
 
 # Every value of a label that can come is there from the start: a rate over the first one needs the zero before it.
-_VALUES = {"outcome": tuple(ending.value for ending in Ending), "tier": MEDIA, "result": WARM_RESULTS}
+_VALUES = {
+    "outcome": tuple(ending.value for ending in Ending),
+    "tier": MEDIA,
+    "result": WARM_RESULTS,
+    "event": tuple(name for name, event in EVENTS.items() if event.level in ("warning", "error")),
+}
 USES = {  # the number of an engine for each `use`
     "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},
     "device_slots": {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"},
 }
+Labels = tuple[str, ...]
 
-Sample = tuple[tuple[str, ...], float]
 
+class Metrics:
+    """One daemon's metrics. Any thread may call; no call waits for another one's text."""
 
-class SnapshotCollector(Collector):
-    """Renders the last published numbers; reads nothing that the loop still changes."""
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._made: dict[str, Any] = {name: self._make(name, described) for name, described in CATALOGUE.items()}
+        self._shown: dict[str, Mapping[Labels, float]] = {}
+        self._reached: dict[Labels, float] = {}
+        self.changed = True  # since the last text; ages aside, which always change
+        self.show("info", {(__version__,): 1})
+        ProcessCollector(registry=self._registry)
 
-    def __init__(self, snapshot: Snapshot, events: EventCounts) -> None:
-        self._snapshot, self._events = snapshot, events
+    def _make(self, name: str, described: Described) -> Counter | Gauge | Histogram:
+        kind, meaning, labels, values, _, buckets = described
+        if kind == "gauge":
+            return Gauge(PREFIX + name, meaning, labels, registry=self._registry)
+        made: Counter | Histogram
+        if kind == "counter":
+            made = Counter(PREFIX + name, meaning, labels, registry=self._registry)
+        else:
+            made = Histogram(PREFIX + name, meaning, labels, registry=self._registry, buckets=buckets)
+        for value in (values or _VALUES[labels[0]]) if labels else ():
+            made.labels(value)
+        return made
 
-    def collect(self) -> Iterator[Metric]:
-        totals, computed = self._snapshot.published.totals, self._computed()
-        engines = self._engines()
-        for name, (kind, meaning, labels, of) in CATALOGUE.items():
-            if kind == "histogram":
-                yield _rendered(name, meaning, labels, _histograms(totals, name, of))
-                continue
-            if name in computed:
-                samples = computed[name]
-            elif kind == "counter":
-                samples = _counted(_field(totals, name, of or name), labels, name)
-            else:
-                uses = USES.get(name, {"": of or name})
-                samples = [
-                    ((engine, use) if use else (engine,), numbers[key])
-                    for engine, numbers in engines.items()
-                    for use, key in uses.items()
-                ]
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
-                PREFIX + name, meaning, labels=labels
-            )
-            for values, value in samples:
-                family.add_metric(values, value)
-            yield family
+    def add(self, name: str, count: float = 1, *label: str) -> None:
+        """Count, with the value of the counter's label where it has one; what is not above zero counts nothing."""
+        if count > 0:
+            (self._made[name].labels(*label) if label else self._made[name]).inc(count)
+            self.changed = True
 
-    def _engines(self) -> dict[str, Counter[str]]:
-        """Return the numbers of each engine id: those of two engines with one id are added, for one series."""
-        engines: dict[str, Counter[str]] = {}
-        for engine in self._snapshot.published.engines:
+    def reach(self, name: str, total: float, *label: str) -> None:
+        """Count up to a total that another part keeps; one that began anew counts from where it is."""
+        key = name, *label
+        grown, self._reached[key] = total - self._reached.get(key, 0), total
+        self.add(name, grown, *label)
+
+    def observe(self, name: str, value_s: float, *label: str) -> None:
+        (self._made[name].labels(*label) if label else self._made[name]).observe(value_s)
+        self.changed = True
+
+    def show(self, name: str, samples: Mapping[Labels, float]) -> None:
+        """Let a gauge have these samples, by the values of its labels, and no others."""
+        gauge, before = self._made[name], self._shown.get(name, {})
+        for labels, value in samples.items():
+            (gauge.labels(*labels) if labels else gauge).set(value)
+        for labels in before.keys() - samples.keys():
+            gauge.remove(*labels)
+        self.changed |= before != samples and not name.endswith("age_seconds")
+        self._shown[name] = samples
+
+    def show_engines(self, engines: Iterable[Mapping[str, int | str]]) -> None:
+        """Show the numbers of the attached engines: those of two with one id are added, for one series."""
+        sums: dict[str, Sums[str]] = {}
+        infos: dict[Labels, float] = {}
+        for engine in engines:
             numbers = {name: value for name, value in engine.items() if isinstance(value, int)}
-            engines.setdefault(str(engine["engine"]), Counter()).update(numbers)
-        return engines
+            sums.setdefault(str(engine["engine"]), Sums()).update(numbers)
+            infos[tuple(str(engine.get(name, "")) for name in CATALOGUE["engine_info"].labels)] = 1
+        for name, described in CATALOGUE.items():
+            if described.labels[:1] == _ENGINE and name != "engine_info":
+                uses = USES.get(name, {"": described.of or name})
+                samples: dict[Labels, float] = {
+                    ((engine, use) if use else (engine,)): float(numbers[key])
+                    for engine, numbers in sums.items()
+                    for use, key in uses.items()
+                }
+                self.show(name, samples)
+        self.show("engine_info", infos)
 
-    def _computed(self) -> dict[str, Iterable[Sample]]:
-        published, health = self._snapshot.published, judge(self._snapshot)
-        return {
-            "log_lost_lines": [((), self._snapshot.lost_lines)],
-            "events": [((event,), count) for event, count in self._events.counts.items()],
-            "engines": [((), len(published.engines))],
-            "store_open": [((), published.store_open)],
-            "store_answering": [((), published.store_answering)],
-            "disk_writable": [((), not self._snapshot.disk_fault())],
-            "ready": [((), health.ready)],
-            "loop_age_seconds": [((), health.loop_age_s)],
-            "call_age_seconds": [((call,), age_s) for call, age_s in health.call_age_s.items()],
-            "info": [((__version__,), 1)],
-            "rate_bytes": [
-                ((path, window), rate) for path, known in published.rates.items() for window, rate in known.items()
-            ],
-            "engine_info": [(labels, 1) for labels in sorted({_info(each) for each in published.engines})],
-            **_fill(self._snapshot.fill()),
-        }
+    def show_fill(self, fill: StoreFill | None) -> None:
+        """Show how full the embedded store is; no series while unknown, and none of a disk without one."""
+        used: dict[Labels, float] = {}
+        room: dict[Labels, float] = {}
+        if fill is not None:
+            used["memory",], room["memory",] = fill.memory_used_bytes, fill.memory_bytes
+            if fill.disk_bytes:
+                used["disk",], room["disk",] = fill.disk_used_bytes, fill.disk_bytes
+            self.reach("memory_evicted_bytes", fill.memory_evicted_bytes)
+            self.reach("disk_evictions", fill.disk_evictions)
+        self.show("store_used_bytes", used)
+        self.show("store_capacity_bytes", room)
 
+    def totals(self, name: str) -> dict[str, float]:
+        """Return a counter's value by the value of its label, or by ""."""
+        label = CATALOGUE[name].labels
+        samples = (sample for family in self._made[name].collect() for sample in family.samples)
+        return {sample.labels[label[0]] if label else "": sample.value for sample in samples}
 
-def _field(totals: Counters, name: str, field: str) -> Any:
-    try:
-        return getattr(totals, field)
-    except AttributeError:
-        raise LookupError(
-            f"metric {name} has no value: add the field {field} to Counters, name another one with of=, or compute it "
-            "in _computed (CONTRIBUTING.md, “Add a metric”)"
-        ) from None
-
-
-def _info(engine: Mapping[str, int | str]) -> tuple[str, ...]:
-    return tuple(str(engine.get(name, "")) for name in CATALOGUE["engine_info"].labels)
-
-
-def _counted(value: float | Counter[str], labels: Sequence[str], name: str) -> list[Sample]:
-    if not isinstance(value, Counter):
-        return [((), value)]
-    values = ("staging", *MEDIA) if name == "hit_blocks" else _VALUES[labels[0]]
-    return [((each,), value[each]) for each in values]
-
-
-def _fill(fill: StoreFill | None) -> dict[str, list[Sample]]:
-    """Return the embedded store's samples; none while unknown, and none of a disk without one."""
-    names = ("store_used_bytes", "store_capacity_bytes", "memory_evicted_bytes", "disk_evictions")
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
-    if fill is not None:
-        samples["store_used_bytes"].append((("memory",), fill.memory_used_bytes))
-        samples["store_capacity_bytes"].append((("memory",), fill.memory_bytes))
-        samples["memory_evicted_bytes"].append(((), fill.memory_evicted_bytes))
-        if fill.disk_bytes:
-            samples["store_used_bytes"].append((("disk",), fill.disk_used_bytes))
-            samples["store_capacity_bytes"].append((("disk",), fill.disk_bytes))
-            samples["disk_evictions"].append(((), fill.disk_evictions))
-    return samples
-
-
-def _histograms(totals: Counters, name: str, of: str) -> dict[tuple[str, ...], Histogram]:
-    if not of:
-        return {("memory",): totals.fetch_memory, ("disk",): totals.fetch_disk}
-    value = _field(totals, name, of)
-    return {(name,): each for name, each in value.items()} if isinstance(value, dict) else {(): value}
-
-
-def _rendered(
-    name: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], Histogram]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(PREFIX + name, meaning, labels=labels)
-    for label_values, values in series.items():
-        buckets, count = [], 0
-        for bound, here in zip((*map(str, values.bounds_s), "+Inf"), values.counts, strict=True):
-            count += here
-            buckets.append((bound, count))
-        family.add_metric(label_values, buckets, values.sum_s)
-    return family
+    def text(self) -> bytes:
+        """Return the exposition, in Prometheus' text format."""
+        self.changed = False
+        return prometheus_client.generate_latest(self._registry)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pwd
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from ...shmring.wire.admin import Status
 from ..store.fill import StoreFill
 from .causes import label
+from .health import Health
 from .pretty import number, printable, size
 
 Numbers = Mapping[str, int | str]
@@ -54,6 +56,29 @@ class Rates(NamedTuple):
     hints: float
     fetched_bytes: float
     hidden: float | None
+
+
+def as_status(
+    shown: Mapping[str, Any],
+    health: Health,
+    now_ns: int | None = None,
+    slowest: list[dict[str, str | int | float]] | None = None,
+) -> Status:
+    """Return the Status of what a daemon shows of itself (control/report.py), with its health and ages until now."""
+    now_ns = time.monotonic_ns() if now_ns is None else now_ns
+    fields = {"version": "?", "pid": 0, "store_open": False, "engines": [], **shown}
+    return Status.model_validate(
+        {
+            **{name: value for name, value in fields.items() if value is not None},
+            "alive": health.alive,
+            "ready": health.ready,
+            "healthy": health.healthy,
+            "problems": list(health.problems),
+            "uptime_s": (now_ns - int(fields.get("started_ns", now_ns))) / 1e9,
+            "calls": dict(health.call_age_s),
+            "slowest": slowest or [],
+        }
+    )
 
 
 def rates(before: Status | None, now: Status, seconds: float) -> Rates:
@@ -211,7 +236,7 @@ def pace(rates: Rates) -> str:
 
 def describe(status: Status, rates: Rates | None = None) -> list[str]:
     """Return the whole answer as lines of text, with `rates` after an earlier answer."""
-    lines = [headline(status), *store(status), *([printable(status.disk_fault)] if status.disk_fault else [])]
+    lines = [headline(status), *map(printable, status.problems), *store(status)]
     lines += [pace(rates)] if rates is not None else []
     lines += [*known_rates(status), *slow_causes(status)]
     if status.engines:

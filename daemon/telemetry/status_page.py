@@ -8,10 +8,9 @@ import html
 from collections.abc import Iterable, Sequence
 
 from ... import __version__
-from ...shmring.wire.admin import Status
 from . import overview
+from .board import Picture
 from .pretty import printable
-from .snapshot import Snapshot, judge
 
 REFRESH_S = 5
 STYLE = """
@@ -35,25 +34,14 @@ HEADERS = {
 }
 
 
-def page(snapshot: Snapshot) -> bytes:
+def page(picture: Picture) -> bytes:
     """Return the page of the last published second. Names of models and engines come from elsewhere: all is escaped."""
-    health, published = judge(snapshot), snapshot.published
-    fill, earlier = snapshot.fill(), snapshot.fill_earlier()
-    status = Status(
-        version=__version__,
-        pid=0,
-        store_open=published.store_open,
-        store_answering=published.store_answering,
-        store=fill.model_dump() if fill is not None else None,
-        store_earlier=earlier.model_dump() if earlier is not None else None,
-        engines=published.engines,
-        engine_count=len(published.engines),
-        rates={path: dict(rates) for path, rates in published.rates.items()},
-    )
+    health = picture.health()
+    status = overview.as_status(picture.status, health)
     word = "ready" if health.ready else "not ready" if health.healthy else "hangs: only a restart helps"
-    up = overview.duration((snapshot.clock_ns() - snapshot.started_ns) / 1e9)
+    up = overview.duration(status.uptime_s)
     engines = [[*overview.row(each), *(str(each.get(name, "?")) for name in _OF_ENGINES)] for each in status.engines]
-    endings = [[outcome, str(count)] for outcome, count in published.totals.endings.items() if count]
+    endings = [[outcome, f"{count:.0f}"] for outcome, count in status.outcomes.items() if count]
     parts = [
         _tag("h1", f"kvprefetchd {__version__}"),
         f'<p class="{"well" if health.ready else "ill"}">{_escaped(f"{word}, {health.phase}, up {up}")}</p>',

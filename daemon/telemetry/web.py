@@ -1,4 +1,4 @@
-"""Serves metrics, health and the status page over HTTP, on threads of its own."""
+"""Serves metrics, health and the status page over HTTP from the daemon's picture, on threads of its own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, exposition
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..config.model import ConfigError, Taken
 from . import status_page
-from .logs import EventCounts
-from .metrics import SnapshotCollector
-from .snapshot import Snapshot, judge
+from .board import Picture
 
 MAX_CLIENTS = 64  # at a time; each has a thread
 REQUEST_S = 5.0  # from a client's connection until its whole request is there, and then for it to take the answer
@@ -32,9 +31,9 @@ class MetricsServer:
     """Serves metrics and health on (address, port) until closed. Raises ConfigError when it cannot be bound, Taken
     when another process listens there."""
 
-    def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
+    def __init__(self, address: str, port: int, look: Callable[[], Picture]) -> None:
         try:
-            self._server = _Server(address, port, snapshot, events)
+            self._server = _Server(address, port, look)
         except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
             kind = Taken if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigError
             raise kind(
@@ -59,27 +58,22 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = MAX_CLIENTS  # with Python's five the sixth client waits a second
 
-    def __init__(self, address: str, port: int, snapshot: Snapshot, events: EventCounts) -> None:
+    def __init__(self, address: str, port: int, look: Callable[[], Picture]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._room = threading.BoundedSemaphore(MAX_CLIENTS)
         self._incomplete: dict[socket.socket, float] = {}  # when they connected, the oldest first
         self._lock = threading.Lock()
-        self._snapshot, self._registry = snapshot, CollectorRegistry()
-        self._registry.register(SnapshotCollector(snapshot, events))
-        ProcessCollector(registry=self._registry)
+        self._look = look
         super().__init__((address, port), _Handler)
 
-    def page(self, path: str, accept: str) -> tuple[int, str, bytes]:
+    def page(self, path: str) -> tuple[int, str, bytes]:
         """Return (status, content type, body) of a path."""
+        picture = self._look()
         if path == "/":
-            return 200, "text/html; charset=utf-8", status_page.page(self._snapshot)
+            return 200, "text/html; charset=utf-8", status_page.page(picture)
         if path == "/metrics":
-            encode, content_type = exposition.choose_encoder(accept)
-            try:
-                return 200, content_type, encode(self._registry)
-            except Exception as error:  # else the client sees a closed connection, and nobody the reason
-                return 500, "text/plain", f"{error!r}\n".encode()
-        health = judge(self._snapshot)
+            return 200, CONTENT_TYPE_LATEST, picture.metrics
+        health = picture.health()
         body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
         if path == "/healthz":
             return 200 if health.healthy else 503, "application/json", body
@@ -149,8 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.completed(self.connection)
-        path, accept = self.path.partition("?")[0], self.headers.get("Accept", "")
-        status, content_type, body = self.server.page(path, accept)
+        status, content_type, body = self.server.page(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -53,6 +53,7 @@ class Status(Packet):
     master_http: str = ""  # host:port of the embedded master's HTTP interface
     ready: bool = True  # as /readyz says
     healthy: bool = True  # as /healthz says
+    alive: bool = True  # its process runs
     problems: list[str] = Field(default_factory=list)  # the reasons, and faults that leave it ready
     store_open: bool
     store_answering: bool = True
@@ -68,6 +69,7 @@ class Status(Packet):
     slowest: list[dict[str, str | int | float]] = Field(default_factory=list)  # requests of engines it may see
     # For each cause of their slow requests in five minutes: how many, and for how long schedulers waited (ms).
     causes: dict[str, list[float]] = Field(default_factory=dict)
+    outcomes: dict[str, float] = Field(default_factory=dict)  # requests of all engines since the start, by outcome
     rates: dict[str, dict[str, float]] = Field(default_factory=dict)  # bytes per second, by path and window
 
 

@@ -109,10 +109,10 @@ def test_the_daemon_takes_the_rendered_configuration(
 @pytest.mark.parametrize("name", VALUES)
 def test_probes_and_rights_are_the_daemon_s(name: str) -> None:
     (container,), (folders,) = pod(name)["containers"], pod(name)["initContainers"]
-    probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
+    probes = {kind: container[f"{kind}Probe"] for kind in ("liveness", "readiness")}
     alive = ["kvprefetchd", "health", "--alive"]
     commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
-    assert commands == {"startup": alive, "liveness": alive, "readiness": alive[:2]}
+    assert commands == {"liveness": alive, "readiness": alive[:2]}
     assert all(probe["timeoutSeconds"] > TIMEOUT_S for probe in probes.values()), "the command has time to say why"
     assert pod(name)["terminationGracePeriodSeconds"] > 60 + FLUSH_S
     for each in (container, folders):

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvprefetch.daemon.telemetry import board
 from tests.lab import process
+from tests.support import auditor
 
 START_TIMEOUT_S = 60.0
 Record = dict[str, Any]
@@ -43,6 +45,7 @@ class Daemon:
         # A socket's path may have 107 bytes, which a folder in the checkout does not promise.
         self._folder = Path(tempfile.mkdtemp(prefix="kvl-"))
         self.socket = socket if socket is not None else self._folder / "kvprefetchd.sock"
+        auditor.SOCKETS.add(self.socket)
         self.argv = [sys.executable, "-m", "kvprefetch.daemon", "serve", "--socket", str(self.socket)]
         self.argv += ["--staging", staging]
         if mooncake_config is not None:
@@ -81,6 +84,7 @@ class Daemon:
 
     def launch(self) -> None:
         """Start it without waiting; for tests of starts that fail (then :meth:`wait_exit`)."""
+        auditor.KILLED.discard(self.socket)
         with self._changed:
             self._lines, self._records, self._ended = [], [], False
         self._process = subprocess.Popen(
@@ -98,7 +102,9 @@ class Daemon:
     def close(self) -> None:
         """End it, with everything it started, and remove the socket's folder."""
         if self._process is not None:
-            process.reap(self._process, term_s=15.0)
+            if process.reap(self._process, term_s=15.0):
+                # A daemon that was killed leaves its picture to its successor, which there is none of at this socket.
+                self.picture.unlink(missing_ok=True)
             self._collect()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -138,8 +144,14 @@ class Daemon:
 
     def sigkill(self) -> None:
         """SIGKILL the daemon's process alone: what it started has to notice by itself."""
+        auditor.KILLED.add(self.socket)
         os.kill(self.pid, signal.SIGKILL)
         self.wait_exit()
+
+    @property
+    def picture(self) -> Path:
+        """The shared memory with what it shows of itself."""
+        return Path(f"/dev/shm{board.name_of(self.socket)}")
 
     def wait_exit(self, timeout_s: float = 20.0) -> int:
         """Wait for its end; returns the exit code."""

@@ -65,7 +65,9 @@ def rest(process: subprocess.Popen[str]) -> str:
 def left_behind() -> tuple[list[str], int, int]:
     """Our names in /dev/shm, our descriptors, and our mappings of segments."""
     maps = Path("/proc/self/maps").read_text()
-    names = sorted(name for name in os.listdir("/dev/shm") if "kvprefetch" in name)
+    names = sorted(
+        name for name in os.listdir("/dev/shm") if "kvprefetch" in name and not name.startswith("kvprefetchd-")
+    )
     return names, len(os.listdir("/proc/self/fd")), maps.count("memfd:kvprefetch")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvprefetch.daemon.telemetry import board
 from kvprefetch.shmring import view
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.wire import admin
@@ -43,9 +44,20 @@ def our_processes() -> dict[int, str]:
     return found
 
 
+# Control sockets of the daemons that this process started, and of those that it killed since.
+SOCKETS: set[Path] = set()
+KILLED: set[Path] = set()
+
+
 def our_shared_memory() -> set[str]:
-    """Return our names under /dev/shm; none should stay there."""
-    return {name for name in os.listdir("/dev/shm") if "kvprefetch" in name}
+    """Return our names under /dev/shm that should not be there: all but the picture of a daemon.
+
+    That has a name for as long as its daemon runs, and is left behind by a SIGKILL alone: then the next daemon at this
+    socket takes it over.
+    """
+    names = {name for name in os.listdir("/dev/shm") if "kvprefetch" in name.replace("kvprefetchd-", "")}
+    left = [socket for socket in SOCKETS - KILLED if (seen := board.read(socket)) is not None and not seen.alive]
+    return names | {board.name_of(socket)[1:] for socket in left}
 
 
 def control_segments(pid: int) -> list[dict[str, Any]]:

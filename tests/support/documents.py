@@ -54,7 +54,7 @@ def _row(name: str, field: Field) -> str:
 def metrics() -> str:
     """The table of docs/METRICS.md."""
     lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for name, (kind, meaning, labels, _) in CATALOGUE.items():
+    for name, (kind, meaning, labels, *_) in CATALOGUE.items():
         shown = PREFIX + name + ("_total" if kind == "counter" else "")
         lines.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -1,11 +1,16 @@
-"""What tests of telemetry share: a snapshot of a certain age, and the HTTP server's answers."""
+"""What tests of telemetry share: a picture of a certain age, and the HTTP server's answers."""
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
+from typing import Any
 
-from kvprefetch.daemon.telemetry.snapshot import Snapshot
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvprefetch.daemon.telemetry import metrics
+from kvprefetch.daemon.telemetry.board import Picture
 
 
 def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
@@ -18,12 +23,20 @@ def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def snapshot_at(
-    now_s: float, *, beat_s: float, running: dict[str, float] | None = None, phase: str = "serving"
-) -> Snapshot:
-    """Return a snapshot with times in seconds; `running`: when each call in flight began."""
-    snapshot = Snapshot(lambda: int(now_s * 1e9))
-    snapshot.phase, snapshot.beat_ns = phase, int(beat_s * 1e9)
-    snapshot.publish(0, [], [], store_open=True)
-    snapshot.running = lambda: {call: int(since * 1e9) for call, since in (running or {}).items()}
-    return snapshot
+def picture(
+    beat_age_s: float = 0.0, *, calls: dict[str, float] | None = None, alive: bool = True, **status: Any
+) -> Picture:
+    """Return what a daemon shows whose loop had its last heartbeat so long ago; `calls`: ages of those in flight."""
+    now_ns = time.monotonic_ns()
+    calls_ns = {call: now_ns - int(age_s * 1e9) for call, age_s in (calls or {}).items()}
+    shown = {"phase": "serving", "store_open": True, "store_answering": True, "calls_ns": calls_ns, **status}
+    return Picture(shown, b"", now_ns - int(beat_age_s * 1e9), alive)
+
+
+def sample(made: metrics.Metrics, name: str, **labels: str) -> float | None:
+    """The value of a sample, by its whole name."""
+    for family in text_string_to_metric_families(made.text().decode()):
+        for each in family.samples:
+            if each.name == metrics.PREFIX + name and each.labels == labels:
+                return float(each.value)
+    return None

@@ -164,23 +164,21 @@ def test_secrets_are_removed() -> None:
     )
 
 
-def test_what_answers_and_is_no_http_is_one_line_and_leaves_the_bundle_whole() -> None:
+def test_a_master_that_is_no_http_server_is_one_line() -> None:
     """The likely case is the master's own port, one digit or so away from its HTTP port."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
 
         def answer() -> None:
-            for _ in range(2):
-                client, _ = stranger.accept()
-                with client:
-                    client.recv(1000)
-                    client.sendall(b"\x00\x01garbage\n\n")
+            client, _ = stranger.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(b"\x00\x01garbage\n\n")
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
             list(stored_keys(f"127.0.0.1:{port}", ""))
-        assert "not answered: " in doctor.metrics(load({"metrics_port": port}))
         thread.join(10)
     with pytest.raises(Unavailable, match="nonnumeric port"):
         list(stored_keys("localhost:abc", ""))

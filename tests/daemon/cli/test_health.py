@@ -72,15 +72,20 @@ def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., 
     with frozen(master):
         engine.hint(list(blocks("asked", 2)), name="asked")
         eventually(lambda: not status().ready, timeout_s=60, what="the store's silence")
-        result = kvprefetchd("health", "--socket", daemon.socket)
-        assert result.returncode == 1
-        assert one_line(result.stdout)
-        assert "the store does not answer" in result.stdout
+
+        def silent() -> str | None:
+            result = kvprefetchd("health", "--socket", daemon.socket)
+            return result.stdout if result.returncode == 1 else None
+
+        said = eventually(silent, 30, "a picture of it")
+        assert one_line(said)
+        assert "the store does not answer" in said
         alive = kvprefetchd("health", "--alive", "--socket", daemon.socket)
         assert (alive.returncode, alive.stdout.split(":")[0]) == (0, "alive"), "a restart would not bring the store"
     eventually(lambda: status().ready, timeout_s=60, what="the store's return")
-    assert json.loads(kvprefetchd("health", "--json", "--socket", daemon.socket).stdout)["ready"] is True
+    at = ("--socket", str(daemon.socket))
+    eventually(lambda: json.loads(kvprefetchd("health", "--json", *at).stdout)["ready"], 30, "a picture of it")
     with frozen(daemon.pid):
-        assert main(["health", "--socket", str(daemon.socket)]) == 1
-        assert main(["health", "--alive", "--socket", str(daemon.socket)]) == 1
+        eventually(lambda: main(["health", *at]) == 1, 30, "a late heartbeat")
+        eventually(lambda: main(["health", "--alive", *at]) == 1, 30, "one that is too late")
     engine.close()

@@ -115,7 +115,7 @@ def test_a_frame_shows_engines_and_slow_requests() -> None:
 
 
 def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
-    now = status(engine(), engine(engine="x", namespace="llama@"), disk_fault="no disk", engine_count=5)
+    now = status(engine(), engine(engine="x", namespace="llama@"), problems=["no disk"], engine_count=5)
     wrong = re.compile("no disk|x: .* stores under llama@|and 3 more engines")
     said = [line for line in overview.describe(now) if wrong.search(line)]
     assert len(said) == 3
@@ -219,8 +219,11 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = json.loads(output("status", "--json"))
-    assert said["engines"][0]["fetched_blocks"] == 8
+    def numbers() -> dict[str, Any] | None:
+        said: dict[str, Any] = json.loads(output("status", "--json"))
+        return said if said["engines"] and said["engines"][0]["fetched_blocks"] == 8 else None
+
+    said = eventually(numbers, 30, "the engine's numbers")
     assert [each["request_id"] for each in said["slowest"]] == ["slow-one"]
     assert said["slowest"][0]["exposed_ms"] >= 80
     for text in (output("status"), output("top", "--once", "--interval", "0.2")):

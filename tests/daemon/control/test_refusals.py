@@ -29,8 +29,8 @@ def test_a_refused_engine_is_one_line_and_is_listed_with_its_reason(serve: Calla
     [line] = daemon.records("engine.refused")
     assert (line["engine"], line["error"]) == ("late", "too many engines: max_engines=1")
     assert daemon.records("peer.refused") == []
-    for command in (("status",), ("top", "--once", "--interval", "0.1")):
-        assert "refused: engine late, pid " in kvprefetchd(*command, *at).stdout
+    eventually(lambda: "refused: engine late, pid " in kvprefetchd("status", *at).stdout, 30, "it in the picture")
+    assert "refused: engine late, pid " in kvprefetchd("top", "--once", "--interval", "0.1", *at).stdout
     config = {"kv_connector": "KVPrefetchConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     for engine_id, found in (("late", True), ("first", False)):
         said = config | {"engine_id": engine_id, "kv_connector_extra_config": {"socket": str(daemon.socket)}}

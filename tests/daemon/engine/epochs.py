@@ -16,6 +16,7 @@ from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.stored import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.work.call_size import CallSize
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
@@ -88,6 +89,7 @@ def make_epoch(
         store or cast(Any, Answering()),
         pools or cast(Any, Pools()),
         structlog.get_logger(),
+        Metrics(),
         clock_ns,
         chunk_bytes=4096 * chunk_blocks,
         wasted_share=wasted_share,

@@ -22,6 +22,7 @@ from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, digest, later_weights, make_epoch
 from tests.support.engine_side import ONE_GROUP
+from tests.support.telemetry import sample
 
 BLOCK_BYTES = 4096
 
@@ -86,9 +87,10 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) ->
         setup.pools.end(outcome)
     counters = setup.epoch.counters
     assert counters.fetched_blocks == 3
-    assert counters.fetched_bytes == {"memory": 2 * BLOCK_BYTES, "disk": BLOCK_BYTES}
-    assert counters.failed_blocks == {"memory": 1, "disk": 1}
-    assert (counters.fetch_memory.sum_s, counters.fetch_disk.sum_s) == (0.02, 0.02)
+    metrics = counters.metrics
+    assert metrics.totals("fetched_bytes") == {"memory": 2 * BLOCK_BYTES, "disk": BLOCK_BYTES}
+    assert metrics.totals("failed_blocks") == {"memory": 1, "disk": 1}
+    assert [sample(metrics, "fetch_seconds_sum", tier=medium) for medium in ("memory", "disk")] == [0.02, 0.02]
     assert [request.fetched_blocks for request in requests] == [2, 1]
 
 
@@ -145,8 +147,8 @@ def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool
         call.finish([outcome] * 2)
     good = 4 if too_late else 2
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, good)
-    assert (counters.fetched_blocks, sum(counters.failed_blocks.values())) == (good, 0)
-    assert sum(counters.fetch_memory.counts) == good // 2
+    assert (counters.fetched_blocks, counters["failed_blocks"]) == (good, 0)
+    assert sample(counters.metrics, "fetch_seconds_count", tier="memory") == good // 2
     assert not any(setup.known(name) for name in "cdef")
     setup.want((1, 1), "e")
     setup.start()
@@ -163,7 +165,7 @@ def test_a_call_that_begins_as_it_is_dropped_and_fails_is_a_failure(capsys: pyte
     setup.calls.remove(call)
     call.finish([ErrorClass.UNDER_WAY] * 2)
     assert "slots.lost" in capsys.readouterr().out
-    assert sum(setup.epoch.counters.failed_blocks.values()) == 2
+    assert setup.epoch.counters["failed_blocks"] == 2
     setup.leave()
 
 
@@ -228,7 +230,7 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
     setup.want((0, 1), "a", "b")
     setup.start()
     setup.pools.end(RuntimeError("planted"))
-    assert setup.epoch.counters.failed_blocks == {"memory": 2}
+    assert setup.epoch.counters.metrics.totals("failed_blocks") == {"memory": 2, "disk": 0}
     assert setup.epoch.gauges()["orders"] == 0
     setup.want((1, 1), "c")
     setup.start()
@@ -252,7 +254,7 @@ def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
     [reply] = replies
     assert isinstance(reply, Warmed)
     assert reply.fetched == 1
-    assert setup.epoch.counters.warmed_blocks["fetched"] == 1
+    assert setup.epoch.counters.metrics.totals("warmed_blocks")["fetched"] == 1
 
 
 def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it(setup: Setup) -> None:
@@ -293,7 +295,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     put = setup.calls[-1]
     assert put.kind is Kind.SAVE
     setup.pools.end(put.run())
-    assert setup.epoch.counters.saved_blocks == 1
+    assert setup.epoch.counters["saved_blocks"] == 1
     assert setup.sent == ([Stored(save_id=5, memory=[], disk=[12], lost=[])] if events else [])
     assert len(asked) == events
     setup.leave()

@@ -75,6 +75,9 @@ class RandomPools(Pools):
     def exhausted(self, lane: Lane, caller: Caller) -> bool:
         return self.chance.random() < 0.01
 
+    def running(self) -> dict[str, int]:
+        return {"fetch": 1}
+
     def fetch_room(self, lane: Lane, caller: Caller) -> bool:
         return self.chance.random() < 0.7
 
@@ -170,7 +173,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             elif what < 0.72:
                 store.answering = True
             elif what < 0.74:
-                status(shared, [epoch], 1)
+                status(shared, [epoch], 1, None, clock[0])
             else:
                 pools.step()
             epoch.drain(chance.choice([0, 1 << 62]))
@@ -180,7 +183,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             pools.link_share.compete(clock[0], both=chance.random() < 0.3)
             epoch.start_save()
         assert epoch.corrupt is None
-        assert epoch.counters.loaded_blocks < 300 * epoch.memory.layout.table_entries
+        assert epoch.counters["loaded_blocks"] < 300 * epoch.memory.layout.table_entries
         engine.release()
         epoch.end(Ending.ENGINE_GONE)
         while pools.calls:

@@ -15,6 +15,7 @@ import structlog
 
 from kvprefetch.daemon.telemetry import logs, pretty
 from kvprefetch.daemon.telemetry.logs import FLOOD_NS, EventCounts, Floods
+from kvprefetch.daemon.telemetry.metrics import Metrics
 from tests.support.clock import Clock
 
 
@@ -56,18 +57,19 @@ def test_engines_and_events_do_not_hide_each_other_and_other_events_pass() -> No
 
 
 def test_held_back_lines_are_counted_as_events() -> None:
-    counts = EventCounts()
+    metrics = Metrics()
+    counts = EventCounts(metrics)
     for _ in range(3):
         counts(None, "warning", {"event": "record.bad"})
     counts(None, "warning", {"event": "record.bad", "suppressed": 2})
     counts(None, "info", {"event": "request.done"})
-    assert counts.counts["record.bad"] == 3
-    assert "request.done" not in counts.counts
+    assert metrics.totals("events")["record.bad"] == 3
+    assert "request.done" not in metrics.totals("events")
 
 
 SPEAK = """
-from kvprefetch.daemon.telemetry import logs
-log = logs.configure("info")
+from kvprefetch.daemon.telemetry import logs, metrics
+log = logs.configure("info", metrics.Metrics())
 log.debug("master.said", line="not shown")
 log.bind(engine="e1", epoch=7).warning("record.bad", error="kind=77", count=1)
 log.info("daemon.stopped")

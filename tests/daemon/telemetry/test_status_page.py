@@ -16,13 +16,12 @@ import pytest
 
 from kvprefetch.daemon.store.fill import StoreFill
 from kvprefetch.daemon.telemetry import status_page
-from kvprefetch.daemon.telemetry.counters import Counters
-from kvprefetch.daemon.telemetry.logs import EventCounts
-from kvprefetch.daemon.telemetry.snapshot import Snapshot
+from kvprefetch.daemon.telemetry.board import Picture
 from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
 from tests.support.fake_engine import FakeEngine
+from tests.support.telemetry import picture
 from tests.support.waiting import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -46,46 +45,47 @@ class Page(HTMLParser):
         self.text += data
 
 
-def snapshot(*engines: dict[str, int | str], store_open: bool = True) -> Snapshot:
-    made = Snapshot(lambda: 10**9)
-    made.phase = "serving"
-    counters = Counters()
-    counters.endings.update({HOSTILE: 3, "loaded": 12})
-    made.publish(0, list(engines), [counters], store_open, rates={"memory": {"now": 1.5e6}})
-    made.fill = lambda: StoreFill.model_validate(StoreFill().model_dump() | FILL)
-    return made
+def shown(*engines: dict[str, int | str], store_open: bool = True) -> Picture:
+    return picture(
+        store_open=store_open,
+        engines=list(engines),
+        engine_count=len(engines),
+        outcomes={HOSTILE: 3.0, "loaded": 12.0},
+        rates={"memory": {"now": 1.5e6}},
+        store=StoreFill().model_dump() | FILL,
+    )
 
 
 @contextmanager
-def served(shown: Snapshot) -> Iterator[str]:
+def served(seen: Picture) -> Iterator[str]:
     (port,) = free_ports(1)
-    server = MetricsServer("127.0.0.1", port, shown, EventCounts())
+    server = MetricsServer("127.0.0.1", port, lambda: seen)
     try:
         yield f"http://127.0.0.1:{port}/"
     finally:
         server.close()
 
 
-def hostile() -> Snapshot:
-    return snapshot({"engine": HOSTILE, "model": HOSTILE, "mode": HOSTILE, "hints": 10, "requests": 4})
+def hostile() -> Picture:
+    return shown({"engine": HOSTILE, "model": HOSTILE, "mode": HOSTILE, "hints": 10, "requests": 4})
 
 
 def test_the_page_shows_engines_store_rates_and_outcomes() -> None:
-    text = Page(status_page.page(snapshot({"engine": "first", "model": "llama", "mode": "on"})).decode()).text
+    text = Page(status_page.page(shown({"engine": "first", "model": "llama", "mode": "on"})).decode()).text
     for words in ("ready, serving", "first", "llama", "512.0 MB of 1.0 GB", "now 1.5 MB/s", "loaded"):
         assert words in text
-    assert "no engine is attached" in Page(status_page.page(snapshot()).decode()).text
+    assert "no engine is attached" in Page(status_page.page(shown()).decode()).text
 
 
 def test_the_page_says_what_is_wrong() -> None:
-    text = Page(status_page.page(snapshot(store_open=False)).decode()).text
+    text = Page(status_page.page(shown(store_open=False)).decode()).text
     assert "not ready, serving" in text
     assert "the store is not open: everything is a miss" in text
 
 
 def test_names_from_elsewhere_become_no_markup() -> None:
     """Ids, models and outcomes with markup and control characters are text, and the rest of the page is as without."""
-    page, plain = (Page(status_page.page(each).decode()) for each in (hostile(), snapshot({"engine": "e"})))
+    page, plain = (Page(status_page.page(each).decode()) for each in (hostile(), shown({"engine": "e"})))
     assert page.tags == plain.tags
     assert page.text.count(HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 4
     assert not {"script", "img", "link", "iframe", "object", "form"} & {tag for tag, _ in page.tags}
@@ -132,11 +132,11 @@ def test_a_browser_shows_it_and_runs_nothing(tmp_path: Path) -> None:
         return subprocess.run([CHROMIUM, *flags, *more, url], capture_output=True, text=True, timeout=120, check=True)
 
     with served(hostile()) as url:
-        shown = browse(url, "--dump-dom")
-        assert ":CONSOLE" not in shown.stderr
-        assert "<title>kvprefetchd: ready</title>" in shown.stdout
-        assert not re.search("<(script|img)", shown.stdout)
-        assert "&lt;script&gt;" in shown.stdout
+        page = browse(url, "--dump-dom")
+        assert ":CONSOLE" not in page.stderr
+        assert "<title>kvprefetchd: ready</title>" in page.stdout
+        assert not re.search("<(script|img)", page.stdout)
+        assert "&lt;script&gt;" in page.stdout
         picture = tmp_path / "page.png"
         browse(url, f"--screenshot={picture}", "--window-size=1200,700")
         assert picture.stat().st_size > 10_000, "more than an empty page"

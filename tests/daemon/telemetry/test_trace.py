@@ -6,9 +6,11 @@ import pytest
 
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
+from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.telemetry.trace import Missing, Trace, Traces, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 from tests.daemon.planning.promoting import request_of
+from tests.support.telemetry import sample
 
 MS = 1_000_000
 
@@ -69,11 +71,11 @@ def test_what_a_request_waited_for_the_engine_s_own_step(
     line = trace.fields(request, Ending.MISS, done, 1000, 900 * MS, Work())
     assert (line["unseen_ms"], line["hidden_fraction"]) == (unseen, None), "a miss hides nothing"
     assert line["exposed_ms"] == (min(waited, 899 - asked) if asked else 0)
-    counters = Counters()
+    counters = Counters(Metrics())
     counters.request_done(line)
-    assert (counters.transfer_s, counters.hidden_s) == (0.0, 0.0)
-    assert sum(counters.ready_to_seen.counts) == (unseen > 0)
-    assert counters.ready_to_seen.sum_s == pytest.approx(unseen / 1e3)
+    assert (counters["transfer_seconds"], counters["hidden_seconds"]) == (0.0, 0.0)
+    assert sample(counters.metrics, "ready_to_seen_seconds_count") == (unseen > 0)
+    assert sample(counters.metrics, "ready_to_seen_seconds_sum") == pytest.approx(unseen / 1e3)
 
 
 @pytest.mark.parametrize(("final", "exposed"), [(True, 20.0), (False, 60.0)])
@@ -103,7 +105,8 @@ def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]
     assert [line[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
     assert (line["exposed_ms"], line["hidden_fraction"]) == (30.0, 0.5)
-    totals = Counters()
+    totals = Counters(Metrics())
     totals.request_done(line)
-    assert totals.endings == {"engine_gone": 1}
-    assert totals.miss_blocks == 1
+    ended = totals.metrics.totals("requests")
+    assert {outcome: count for outcome, count in ended.items() if count} == {"engine_gone": 1}
+    assert totals["miss_blocks"] == 1

@@ -1,0 +1,68 @@
+"""Is the daemon well? Judged by its picture, on any thread and in any process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
+# A question to the master, whose own bound is `rpc_timeout_ms` of at most 60 s; an older one will not come back.
+CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
+
+
+@dataclass(frozen=True)
+class Health:
+    """Ages in seconds; each line of `problems` names an age above its bound, or a fault."""
+
+    phase: str
+    alive: bool
+    ready: bool
+    healthy: bool
+    loop_age_s: float
+    call_age_s: Mapping[str, float]
+    store_open: bool
+    problems: tuple[str, ...]
+
+
+def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool = True) -> Health:
+    """Judge by what a restart mends: the process, the loop's heartbeat, and questions to the master.
+
+    `status`: what the daemon published last (control/report.py); `beat_ns`: the loop's last heartbeat, CLOCK_MONOTONIC.
+
+    Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.
+    Other calls may take long in a daemon that works: transfers of a node that trickles, a purge, the reservation of
+    much staging, a GPU's.  No request waits for one beyond its deadline, and a restart would make none faster.  A disk
+    that keeps nothing, and a log that loses lines, are listed as problems, and the daemon serves on.
+    """
+    phase, store_open = str(status.get("phase", "starting")), bool(status.get("store_open"))
+    loop_age_s = max(0, now_ns - beat_ns) / 1e9
+    call_age_s = {kind: max(0, now_ns - since) / 1e9 for kind, since in status.get("calls_ns", {}).items()}
+    asked_s = call_age_s.get("look_up", 0.0)
+    serving = phase == "serving"
+    problems = []
+    if not alive:
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time.time() - loop_age_s))
+        count = int(status.get("engine_count", 0))
+        engines = "1 engine" if count == 1 else f"{count} engines"
+        problems.append(f"the daemon is gone: pid {status.get('pid')}, last beat {last} UTC, {engines}")
+    elif not serving:
+        problems.append(phase)
+    elif loop_age_s > LOOP_READY_S:
+        problems.append(
+            f"the main loop hangs: loop_age_s={loop_age_s:.1f} ready<={LOOP_READY_S} alive<={LOOP_HEALTHY_S}"
+        )
+    if alive and asked_s > CALL_READY_S:
+        problems.append(
+            f"a question to the master does not come back: age_s={asked_s:.1f} ready<={CALL_READY_S} "
+            f"alive<={CALL_HEALTHY_S}"
+        )
+    if alive and serving and not store_open:
+        problems.append("the store is not open: everything is a miss")
+    elif alive and serving and not status.get("store_answering"):
+        problems.append("the store does not answer: new requests are misses")
+    healthy = alive and asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
+    ready = not problems
+    problems += filter(None, (str(status.get(f"{name}_fault", "")) for name in ("disk", "lease", "log")))
+    return Health(phase, alive, ready, healthy, loop_age_s, call_age_s, store_open, tuple(problems))

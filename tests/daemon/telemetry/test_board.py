@@ -1,0 +1,204 @@
+"""The daemon's picture in shared memory: seen from other processes while the daemon works, hangs, and is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import posix_ipc
+import pytest
+
+from kvprefetch.daemon.telemetry import board
+from kvprefetch.daemon.telemetry.board import METRICS_BYTES, STATUS_BYTES, Board
+from tests.lab.daemon import Daemon
+from tests.lab.process import frozen
+from tests.support.command import kvprefetchd, run
+from tests.support.fake_engine import FakeEngine
+from tests.support.ordinary import AS_NOBODY
+from tests.support.waiting import eventually
+
+Serve = Callable[..., Daemon]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Board]:
+    made = Board(str(tmp_path / "s.sock"))
+    yield made
+    made.close()
+
+
+def test_another_process_reads_what_was_written_last(made: Board, tmp_path: Path) -> None:
+    made.write({"phase": "serving"}, b"a 1\n")
+    made.write({"phase": "stopping"}, b"a 2\n")
+    made.beat(77)
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from kvprefetch.daemon.telemetry import board
+        seen = board.read(Path(sys.argv[1]))
+        print(seen.status['phase'], seen.metrics, seen.beat_ns, seen.alive)
+    """
+    assert run([sys.executable, "-c", script, str(tmp_path / "s.sock")]).stdout == "stopping b'a 2\\n' 77 True\n"
+
+
+def test_only_the_daemon_s_user_writes_and_its_group_reads(made: Board, tmp_path: Path) -> None:
+    """Whatever the umask is: `serve` sets 077."""
+    before = os.umask(0o077)
+    try:
+        Board(str(tmp_path / "other.sock"), os.getgid()).close()
+        again = Board(str(tmp_path / "s.sock"))
+    finally:
+        os.umask(before)
+    assert Path(f"/dev/shm{board.name_of(tmp_path / 's.sock')}").stat().st_mode & 0o777 == 0o640
+    again.close()
+    assert board.read(tmp_path / "s.sock") is None
+
+
+def test_a_reader_never_sees_half_of_a_picture(made: Board, tmp_path: Path) -> None:
+    """However fast the writer is, status and metrics are of one second."""
+    over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            made.write({"number": number, "more": "x" * (number % 5000)}, str(number).encode() * 1000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = set()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            for picture in (made.look(), board.read(tmp_path / "s.sock")):
+                if picture is not None and picture.status:
+                    number = picture.status["number"]
+                    assert picture.metrics == str(number).encode() * 1000
+                    seen.add(number)
+    finally:
+        over.set()
+        writer.join()
+    assert len(seen) > 10
+
+
+def test_a_text_beyond_its_bound_is_left_out(made: Board) -> None:
+    made.write({"a": "x" * STATUS_BYTES}, b"y" * (METRICS_BYTES + 1))
+    assert (made.look().status, made.look().metrics) == ({}, b"")
+    made.write({"a": "x" * (STATUS_BYTES - 10)}, b"y" * METRICS_BYTES)
+    assert len(made.look().metrics) == METRICS_BYTES
+    assert len(made.look().status["a"]) == STATUS_BYTES - 10
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's segment")
+def test_another_user_s_segment_is_not_believed(made: Board, tmp_path: Path) -> None:
+    path = Path(f"/dev/shm{board.name_of(tmp_path / 's.sock')}")
+    os.chown(path, 12345, -1)
+    assert board.read(tmp_path / "s.sock") is None
+    os.chown(path, 0, -1)
+    path.chmod(0o660)
+    assert board.read(tmp_path / "s.sock") is None, "others may have written it"
+    path.chmod(0o640)
+    os.truncate(path, 100)
+    assert board.read(tmp_path / "s.sock") is None
+    os.truncate(path, board.SIZE)
+
+
+def test_a_daemon_without_a_name_shows_itself_to_its_own_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no /dev/shm, or another user has the name."""
+
+    def refused(*_args: object, **_options: object) -> None:
+        raise posix_ipc.PermissionsError("No permission")
+
+    monkeypatch.setattr(posix_ipc, "SharedMemory", refused)
+    made = Board(str(tmp_path / "s.sock"))
+    assert "No permission" in made.fault
+    made.write({"phase": "serving"}, b"")
+    assert made.look().status == {"phase": "serving"}
+    made.close()
+
+
+def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Serve) -> None:
+    """`status` and `health` say when it was there last, and with what; a clean stop leaves nothing."""
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, engine_id="left")
+    at = ("--socket", str(daemon.socket))
+    eventually(lambda: "left" in kvprefetchd("status", *at).stdout, 30, "the engine")
+    pid = daemon.pid
+    daemon.sigkill()
+    engine.close()
+    seen = kvprefetchd("status", *at)
+    assert seen.returncode == 69
+    assert f"the daemon is gone: pid {pid}, last beat 20" in seen.stdout
+    assert " UTC, 1 engine\n" in seen.stdout
+    health = kvprefetchd("health", *at)
+    assert (health.returncode, health.stdout.startswith("not ready: ")) == (1, True)
+    assert "the daemon is gone" in health.stdout
+    assert daemon.picture.exists()
+    daemon.start()
+    eventually(lambda: kvprefetchd("health", *at).returncode == 0, 30, "the next one")
+    assert daemon.sigterm() == 0
+    assert not daemon.picture.exists()
+    assert kvprefetchd("status", *at).returncode == 69
+
+
+# A signal handler of Python runs on the main thread, which is the loop: it plants a loop that hangs, nothing else.
+STALL = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))\n"
+
+
+def test_status_top_and_health_answer_while_the_loop_hangs(serve: Serve, tmp_path: Path) -> None:
+    """From the last picture, within seconds, with the engine that is attached."""
+    (tmp_path / "sitecustomize.py").write_text(STALL)
+    daemon = serve(env={"PYTHONPATH": str(tmp_path)})
+    FakeEngine(daemon.socket, engine_id="attached")
+    at = ("--socket", str(daemon.socket))
+    eventually(lambda: "attached" in kvprefetchd("status", *at).stdout, 30, "the engine")
+    os.kill(daemon.pid, signal.SIGUSR2)
+    eventually(lambda: "the main loop hangs" in kvprefetchd("health", *at).stdout, 30, "a late heartbeat")
+    for command in (("status",), ("top", "--once", "--interval", "0.1")):
+        shown = kvprefetchd(*command, *at)
+        assert shown.returncode == 0
+        assert "the main loop hangs: loop_age_s=" in shown.stdout
+        assert "attached" in shown.stdout
+    daemon.sigkill()
+
+
+def test_a_frozen_process_answers_too(serve: Serve) -> None:
+    daemon = serve()
+    at = ("--socket", str(daemon.socket))
+    eventually(lambda: kvprefetchd("health", *at).returncode == 0, 30, "readiness")
+    with frozen(daemon.pid):
+        eventually(lambda: "the main loop hangs" in kvprefetchd("health", *at).stdout, 30, "a late heartbeat")
+        assert f"pid {daemon.pid}" in kvprefetchd("status", *at).stdout
+
+
+def test_it_has_no_request_ids(serve: Serve) -> None:
+    """The socket's group may read it, and ids are of the users' clients."""
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, engine_id="named")
+    engine.cancel(engine.hint([b"\x01" * 32], name="a-secret-request"))
+    eventually(lambda: daemon.records("request.done"), what="the request's end")
+    eventually(lambda: (seen := board.read(daemon.socket)) and seen.status["outcomes"]["aborted"], what="its count")
+    content = daemon.picture.read_bytes()
+    assert b"named" in content
+    assert b"a-secret-request" not in content
+    assert json.loads(kvprefetchd("status", "--json", "--socket", daemon.socket).stdout)["outcomes"]["aborted"] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to ask as another user")
+def test_another_user_without_the_group_asks_the_socket(serve: Serve, tmp_path: Path) -> None:
+    daemon = serve(extra=("--socket-mode", "0666", "--allow-uids", "65534"))
+    FakeEngine(daemon.socket, engine_id="root-s")
+    daemon.socket.parent.chmod(0o755)
+    command = [*AS_NOBODY, sys.executable, "-m", "kvprefetch.daemon", "status", "--socket", str(daemon.socket)]
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "root-s" not in seen
+    assert "and 1 more engine" in seen
