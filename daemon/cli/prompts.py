@@ -118,7 +118,7 @@ class PromptHasher:
 
 
 def _hasher(engine: Warmed) -> Callable[[Prompt], list[bytes]]:
-    algorithm, size = engine.hash_algorithm, engine.block_tokens
+    algorithm, size = engine.hash_algorithm, engine.hash_tokens
     if not algorithm:
         raise CannotHash(f"prompts cannot be hashed: engine {engine.engine} did not say how it does; list hashes")
     if not engine.hash_probe:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,6 +40,7 @@ PAGE = SocketPage(
 )
 PAGE = replace(PAGE, environment={**PAGE.environment, "PYTHONHASHSEED": "as the engine's, to hash prompts"})
 EX_DATA, EX_INTERRUPTED = 65, 130
+NAME = "kvprefetchd.warm"  # of the announcements, in the log
 TIMEOUT_S = 300.0  # of one message: those of others may go before it
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
@@ -61,10 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         sender = Sender(daemon, arguments.engine, progress=sys.stderr.isatty())
         try:
             for line in read(file, PromptHasher(sender.engine)):
-                lines["bad" if line.error else "good"] += 1
-                if line.error and lines["bad"] <= SHOWN:
-                    print(f"kvprefetchd: {arguments.file}: line {line.number}: {line.error}", file=sys.stderr)
-                sender.add(line.digests)
+                error = line.error or sender.error(line.digests)
+                lines["bad" if error else "good"] += 1
+                if error and lines["bad"] <= SHOWN:
+                    print(f"kvprefetchd: {arguments.file}: line {line.number}: {error}", file=sys.stderr)
+                sender.add([] if error else line.digests)
             sender.flush()
         except KeyboardInterrupt:
             return EX_INTERRUPTED
@@ -83,16 +84,23 @@ class Sender:
 
     def __init__(self, daemon: Conversation, engine: str, *, progress: bool) -> None:
         self._daemon, self._progress = daemon, progress
-        self._run = uuid.uuid4().hex
         self._chains: list[list[str]] = []
         self._room = MAX_WARM_DIGESTS
         self._shown_s = 0.0
         self.counts: Counter[str] = Counter()
-        self.engine = daemon.ask(Warm(run=self._run, engine=engine), Warmed)
+        self.engine = daemon.ask(Warm(name=NAME, engine=engine), Warmed)
+
+    def error(self, digests: list[bytes]) -> str:
+        """Return why the engine cannot take this chain; empty if it can."""
+        if len({len(digest) for digest in digests}) > 1:
+            return "the hashes differ in length"
+        if self.engine.whole_prompts and len(digests) > MAX_WARM_DIGESTS:
+            return f"too long for an engine with several KV groups: hashes={len(digests)} max={MAX_WARM_DIGESTS}"
+        return ""
 
     def add(self, digests: list[bytes]) -> None:
         """Add a chain of any length. Its next part is sent only if the store has all of this one."""
-        self.counts["blocks"] += len(digests)
+        self.counts["blocks"] += len(digests) * self.engine.hash_tokens // self.engine.block_tokens
         for start in range(0, len(digests), MAX_WARM_DIGESTS):
             part = digests[start : start + MAX_WARM_DIGESTS]
             if len(part) > self._room:
@@ -108,7 +116,7 @@ class Sender:
         """Send the collected chains and wait for the answer. Returns how many blocks of the last chain exist."""
         if not self._chains:
             return 0
-        message = Warm(run=self._run, engine=self.engine.engine, chains=self._chains)
+        message = Warm(name=NAME, engine=self.engine.engine, chains=self._chains)
         self._chains, self._room = [], MAX_WARM_DIGESTS
         answer = self._daemon.ask(message, Warmed)
         if answer.epoch != self.engine.epoch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...kv.prompts import Prompt
 from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
 from ...shmring.wire import records
@@ -20,7 +19,6 @@ from ..config.model import Mode
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
-from ..telemetry.metrics import WARM_RESULTS
 from ..work.calls import Kind
 from .epoch_calls import EpochCalls
 
@@ -73,12 +71,13 @@ class Epoch(EpochCalls):
 
     def _tick(self, now_ns: int) -> None:
         for key in self.orphaned.next_keys(self.planner.requests):
-            if self.orphaned.seen(key, given_up=self.channel.given_up(key)):
+            hinted = self.planner.requests[key].announced is None
+            if hinted and self.orphaned.seen(key, given_up=self.channel.given_up(key)):
                 self._finish(key, Ending.UNTOLD)
         self._answer(self.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
-        if (counts := self.warming.tick(now_ns)) is not None:
-            self._log.info("warm.done", **{f"{result}_blocks": counts[result] for result in WARM_RESULTS})
+        for key in self.ahead.late(now_ns):
+            self.planner.stop(key)
         if (lost := self.waits.tick(now_ns)) is not None:
             self._log.warning("wait.lost", **lost)
         self._steps(self.promotions.tick(), None)
@@ -95,7 +94,7 @@ class Epoch(EpochCalls):
         """
         self.closing = True
         self._ended_ns = self._services.clock_ns()
-        self.warming.stop("the engine is gone")
+        self.ahead.stop("the engine is gone")
         self._reply()
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.drain(self._ended_ns + LAST_NS)
@@ -103,7 +102,7 @@ class Epoch(EpochCalls):
             self._steps(self.promotions.close(), None)
             device.hang_up()
             self._start(Kind.COPY, device.unpin, lambda _: None)
-        for request in list(self.planner.requests.values()):
+        for request in [each for each in self.planner.requests.values() if each.announced is None]:
             self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.blocks.waste_rest()
         self._count_waste()
@@ -173,9 +172,7 @@ class Epoch(EpochCalls):
         self.channel.lend(hint)
         self.counters.add("hints")
         now = self._services.clock_ns()
-        blocks, planned = range(hint.local_blocks, hint.blocks), self.planner.blocks
-        room = planned.disk_slots - planned.lost  # wherever they come from
-        prompt = Prompt(self.groups, hint.hashes, blocks, room=room, staged=planned.holds)
+        prompt = self._prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         self.traces.begin(key, hint, now)
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
@@ -215,19 +212,17 @@ class Epoch(EpochCalls):
     # --- orders from outside ----------------------------------------------------------------------------------------
 
     def warm(self, order: Warm, reply: Callable[[Message], None]) -> None:
-        """Stage blocks that no request wants yet. Raises ProtocolError for an order that is too large."""
+        """Stage prompts that no request wants yet. Raises ProtocolError for an announcement that is out of bounds."""
         if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
-            raise ProtocolError(f"too many hashes in one order: hashes={count} max={MAX_WARM_DIGESTS}")
-        if not self.groups.partial:
-            why = "which blocks of a window are of use depends on where a prompt ends"
-            reply(Report(ok=False, text=f"an engine with several KV groups cannot be warmed: {why}"))
-            return
+            raise ProtocolError(f"too many hashes in one announcement: hashes={count} max={MAX_WARM_DIGESTS}")
+        if lengths := next((each for each in (set(map(len, chain)) for chain in order.chains) if len(each) > 1), None):
+            raise ProtocolError(f"hashes of one prompt differ in length: bytes={sorted(each // 2 for each in lengths)}")
         if self._mode != "on":
             reply(Report(ok=False, text=f"nothing is staged for this engine now: mode is {self._mode}"))
             return
-        self._orders += 1
-        self._replies[self._orders] = reply
-        self.warming.add(self._orders, order)
+        self._announcements += 1
+        self._replies[self._announcements] = reply
+        self.ahead.add(self._announcements, order, self._services.clock_ns())
         self._carry_on()
 
     def reset(self, reset: Reset) -> None:
@@ -238,7 +233,7 @@ class Epoch(EpochCalls):
         self._negative.clear(now)
         self.reasons.moved(self.ranks.namespaces)
         self._count_puts(self.saver.reset(reset.reset_generation, self.reasons.stored))
-        self.warming.stop("its weights changed")
+        self.ahead.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
             self.promotions.dropped(request.key)
             self._write(request, Ending.RESET)

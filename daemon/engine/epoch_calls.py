@@ -10,11 +10,13 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+from ...kv.prompts import Prompt
 from ..planning.requests import Broken, Failure, Key, Order, Request, TakenBack
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from ..telemetry.logs import threshold
+from ..telemetry.metrics import WARM_RESULTS
 from ..work.calls import FETCHES, Kind
 from . import transfers
 from .epoch_parts import EpochParts
@@ -43,17 +45,25 @@ class EpochCalls(EpochParts):
         self._copy()
         if slots := self.saver.next_grant(saving=self._saving):
             self.channel.credits.grant(slots)
-        self._warm_next(now)
+        while self._hint_ahead(now):
+            self._look_up_next(now)
+            self._publish()
+        self._reply()
 
     def _publish(self) -> None:
         """Enter in flags and slot tables what the planner published or took back."""
         while (change := self.planner.next_change()) is not None:
-            if isinstance(change, TakenBack):
-                self.promotions.dropped(change.key)
-                self.traces.answered(change.key, 0, None)
-                continue
             if isinstance(change, Broken):
                 self._broken(change)
+                continue
+            if change.request.announced is not None:
+                if not isinstance(change, TakenBack) and change.final:
+                    self.planner.finish(change.request.key)
+                    self.ahead.ended(change.request)
+                continue
+            if isinstance(change, TakenBack):
+                self.promotions.dropped(change.request.key)
+                self.traces.answered(change.request.key, 0, None)
                 continue
             if change.final:
                 now, key = self._services.clock_ns(), change.request.key
@@ -114,6 +124,9 @@ class EpochCalls(EpochParts):
             choice = self.planner.choose(request) if self._mode == "on" else request.prompt.choose()
             if self._mode != "on":
                 self.planner.fetch_nothing(request)
+            if request.announced is not None:
+                self.ahead.looked_up(request, choice.blocks, unavailable=answer.unavailable)
+                continue
             self.channel.table.set_found(request.key[0], choice.blocks)
             if answer.again:
                 continue
@@ -128,26 +141,21 @@ class EpochCalls(EpochParts):
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
-    def start_fetch(self, lane: Lane) -> bool:
-        """Start one fetch of this lane for requests; False if there is none to start, or no room for it."""
+    def start_fetch(self, lane: Lane, *, ahead: bool = False) -> bool:
+        """Start one fetch of this lane for requests; False if there is none to start, or no room for it.
+
+        `ahead`: for announced requests, once no engine has one for a hinted one to start in this lane.
+        """
         if self.closing or not self.planner.wants(lane) or not self._pools.fetch_room(lane, self):
             return False
         most = self._pools.sizes[lane].blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
-        order = self.contain(self.planner.next_order, None, lane, most)
-        self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
+        order = self.contain(partial(self.planner.next_order, ahead=ahead), None, lane, most)
+        if not ahead:
+            self.reasons.room(lane, self._services.clock_ns(), starved=order is None and self.planner.starved(lane))
         self.contain(self._publish, None)
         if order is not None:
             self._fetch(order)
         return order is not None
-
-    def start_warming(self, lane: Lane) -> None:
-        """Start a fetch of listed blocks, where no engine has one for a request to start in this lane."""
-        if self.closing or not self._replies or not self._pools.fetch_room(lane, self):
-            return
-        now = self._services.clock_ns()
-        if (order := self.warming.next_order(lane, now)) is not None:
-            self._fetch(order)
-        self._warm_next(now)
 
     def _fetch(self, order: Order) -> None:
         get = self._gets[order.number] = Get()
@@ -191,7 +199,6 @@ class EpochCalls(EpochParts):
             self._failed(order, outcome, now, started_ns)
         failed = None if good == len(outcome) else failure(outcome, self._store.aside)
         self.planner.fetched(order.number, arrived, now, failed)
-        self.warming.fetched(order, good, now)
         self._pools.limits[order.lane].completed(good_bytes, now, waiting=self.planner.wants(order.lane))
         self._pools.link_share.loaded(good_bytes)
         meter = self._pools.rates.fetches[order.lane]
@@ -218,29 +225,31 @@ class EpochCalls(EpochParts):
         for digest in order.digests:
             self._negative.add(digest, now, lasting=True)
         self.planner.overdue(order.number, now, Failure("overdue", get.nodes))
-        self.warming.fetched(order, 0, now)
         self._carry_on()
 
-    # --- warming ----------------------------------------------------------------------------------------------------
+    # --- announcements ----------------------------------------------------------------------------------------------
 
-    def _warm_next(self, now_ns: int) -> None:
-        while (question := self.warming.next_question(now_ns)) is not None:
-            if self._store.answering:
-                on_answer = partial(self._warm_looked_up, question.number)
-                self._ask_store(question.digests, on_answer, media=self._services.media)
-            else:
-                self.warming.answered(question.number, None, now_ns)
-        self._reply()
+    def _hint_ahead(self, now_ns: int) -> bool:
+        """Plan announced prompts; False if none waits to be planned."""
+        hinted = False
+        while (wanted := self.ahead.next_wanted()) is not None:
+            prompt = self._prompt(wanted.hashes, range(wanted.blocks))
+            self._look_up(self.planner.hint(wanted.key, prompt, 0, now_ns, wanted.announced), now_ns)
+            hinted = True
+        return hinted
 
-    def _warm_looked_up(self, number: int, result: list[transfers.Found] | BaseException | None) -> None:
-        found = None if isinstance(result, BaseException) else result
-        self.warming.answered(number, found, self._services.clock_ns())
-        self._carry_on()
+    def _prompt(self, hashes: bytes | memoryview, blocks: range) -> Prompt:
+        planned = self.planner.blocks
+        room = planned.disk_slots - planned.lost  # wherever they come from
+        return Prompt(self.groups, hashes, blocks, room=room, staged=planned.holds)
 
     def _reply(self) -> None:
-        while (answer := self.warming.next_answer()) is not None:
+        while (answer := self.ahead.next_answer()) is not None:
             for result, count in answer.counts.items():
                 self.counters.add("warmed_blocks", count, result)
+            if answer.counts:
+                counts = {f"{result}_blocks": answer.counts[result] for result in WARM_RESULTS}
+                self._log.info("warm.done", name=answer.name, **counts)
             self._replies.pop(answer.number)(answer.message)
 
     # --- saving -----------------------------------------------------------------------------------------------------

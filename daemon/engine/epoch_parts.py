@@ -23,6 +23,7 @@ from ..telemetry.waits import LostWaits
 from ..work.calls import Call, Caller, Kind
 from ..work.pools import Pools
 from . import transfers
+from .ahead import Ahead, about
 from .channel import Channel
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
@@ -32,7 +33,6 @@ from .promoter import COPY_BYTES, Promoter
 from .reasons import Reasons
 from .saver import Saver
 from .stored import Histories
-from .warming import Warming, about
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
@@ -98,7 +98,7 @@ class EpochParts(Caller):
         self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
         self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         self.channel.credits.grant(self.saver.next_grant(saving=True))
-        self.warming = Warming(self.planner, self._negative, about(engine, self.number))
+        self.ahead = Ahead(about(engine, self.number))
         self.promotions = Promotions(
             memory.layout.slot_count, memory.layout.device_slots, chunk_blocks=COPY_BYTES // memory.block_bytes
         )
@@ -108,8 +108,8 @@ class EpochParts(Caller):
         self.heard_ns = 0  # when the last record came
         self._mode: Mode = "on"
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
-        self._replies: dict[int, Callable[[Message], None]] = {}  # of warm orders, by number
-        self._orders = 0
+        self._replies: dict[int, Callable[[Message], None]] = {}  # to announcements, by number
+        self._announcements = 0
         self.send: Callable[[Message], None] = lambda _: None
 
     def _ranks(self, weights: str) -> transfers.RankLayout:

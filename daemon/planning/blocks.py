@@ -11,16 +11,17 @@ only part of it, and joins neighbours that one request alone holds.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import chain, takewhile
-from typing import Any
+from itertools import chain
 
 import numpy as np
 
 from .ceiling import Ceiling
+from .requests import Announced, Request
 from .runs import BlockState, Lane, Run
 
 
@@ -98,11 +99,15 @@ class Blocks:
         """Return how many more slots this lane may use, free or not."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
-    def take_slots(self, most: int, warming: str | None = None) -> array[int]:
-        """Take free slots, then those of the least recently used blocks, up to a block that this warming listed."""
+    def take_slots(self, most: int, announced: Announced | None = None) -> array[int]:
+        """Take free slots, then those of the least recently used blocks.
+
+        For an announced request, up to a block of an announcement that counted when this one came.
+        """
+        until_ns = math.inf if announced is None else announced.since_ns
         slots = self._free[: -most - 1 : -1]
         del self._free[len(self._free) - len(slots) :]
-        while len(slots) < most and self._idle and (run := next(iter(self._idle))).warming != warming:
+        while len(slots) < most and self._idle and (run := next(iter(self._idle))).ahead_until_ns <= until_ns:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
@@ -115,36 +120,15 @@ class Blocks:
                 del self._idle[run]
         return slots
 
-    def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Any) -> Run:
+    def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Request) -> Run:
         """Enter blocks that a store call is about to write into these slots."""
         run = Run(list(digests), slots[:], lane, first_requester)
+        if first_requester.announced is not None:
+            run.ahead_until_ns = first_requester.announced.until_ns
         self._index.update(zip(digests, slots, strict=True))
         self._map(slots, run)
         self.used[lane] += len(run)
         return run
-
-    def touch(self, digest: bytes, warming: str) -> bool:
-        """Mark the block's run as used now and listed by this warming; False if the block is absent."""
-        if (slot := self._index.get(digest)) is None:
-            return False
-        run = self.at(slot)
-        idle = run in self._idle
-        if idle:
-            self._idle.move_to_end(run)
-            self._rests(run, -len(run))
-        run.warming = warming
-        return True
-
-    def add_warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> array[int]:
-        """Enter the leading ones of these absent blocks as far as unpinned room goes; return their slots.
-
-        This replaces nothing that the warming listed, nor what was used since it began.
-        """
-        alike = list(takewhile(lambda digest: len(digest) == len(digests[0]), digests))  # as in any run
-        slots = self.take_slots(max(0, min(len(alike), self.budget(lane))), warming)
-        if slots:
-            self.add(digests[: len(slots)], slots, lane, None).warming = warming
-        return slots
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -174,6 +158,12 @@ class Blocks:
                 self._count_sole(number, -len(run))
                 self.pinned -= len(run)
                 self._settle(run)
+
+    def ahead(self, slots: Sequence[int], until_ns: int) -> None:
+        """Note that an announced request staged these slots: what it alone pins makes room for hints, until then."""
+        for run in self.runs(slots):
+            if run.pins == 1:
+                run.ahead_until_ns = until_ns
 
     def loaded(self, slots: Sequence[int], start: int, stop: int) -> None:
         """Note that a request, which holds `slots`, loaded those in [start, stop)."""
@@ -272,13 +262,13 @@ class Blocks:
 
     def _rests(self, run: Run, change: int) -> None:
         """Change how many idle blocks no request loaded."""
-        if run.unloaded and not run.warming:
+        if run.unloaded and not run.ahead_until_ns:
             self.ceiling.unused += change
 
     def _waste(self, run: Run, blocks: int) -> None:
         if run.unloaded:
             self.wasted[run.lane] += blocks
-            if not run.warming:
+            if not run.ahead_until_ns:
                 self.ceiling.wasted(blocks)
 
     def _count_sole(self, number: int, change: int) -> None:
@@ -334,7 +324,7 @@ class Blocks:
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
-        assert gauges["slots_unused"] == sum(len(run) for run in idle if run.unloaded and not run.warming)
+        assert gauges["slots_unused"] == sum(len(run) for run in idle if run.unloaded and not run.ahead_until_ns)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
         assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
         return {slot for run in runs if run.unloaded for slot in run.slots}

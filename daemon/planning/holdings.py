@@ -29,6 +29,8 @@ class Holdings:
     def hold(self, request: Request, run: Run) -> None:
         """Pin the request's next run."""
         self._blocks.pin(run, request.sequence)
+        if request.announced is None:
+            run.ahead_until_ns = 0
         request.held.extend(run.slots)
         request.issued += len(run)
 
@@ -116,7 +118,7 @@ class Holdings:
     def take_back(self, request: Request) -> None:
         """Give up all blocks for now; the request finds those that still lie in staging when its turn comes."""
         self._withdraw(request)
-        self.changes.append(TakenBack(request.key))
+        self.changes.append(TakenBack(request))
         # Nobody looked up the blocks that it found in staging: their runs know the lane.
         lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
         request.on_disk = lanes + request.on_disk[len(lanes) :]

@@ -21,14 +21,14 @@ from .blocks import Blocks
 from .ceiling import Ceiling
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
-from .requests import Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack, Urgency
+from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
 from .runs import BlockState, Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 NONE = frozenset[int]()
 SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
 OVERTAKEN = 10  # of its own lengths: what a fetch may wait for those that come later
-WARM_SHARE = 4  # a warming takes a quarter of a call and of the slots at a time
+AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer for it
 
 
 class Planner:
@@ -61,16 +61,20 @@ class Planner:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def hint(self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0) -> Request:
-        """A request arrived. This pins leading blocks that are in staging or on their way.
+    def hint(
+        self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0, announced: Announced | None = None
+    ) -> Request:
+        """A request arrived, or is `announced`. This pins leading blocks that are in staging or on their way.
 
         The caller lets its prompt ask the store, then calls choose().
         """
         self._sequence += 1
         local = prompt.local_blocks
-        request = Request(key, prompt, priority, self._sequence, prompt.names, arrived_ns, shown=local)
+        number = self._sequence
+        request = Request(key, prompt, priority, number, prompt.names, arrived_ns, shown=local, announced=announced)
         self.requests[key] = self._numbers[request.sequence] = request
-        self._queues.arrived(request)
+        if announced is None:
+            self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
         if request.issued:
             prompt.holds(request.issued)
@@ -85,7 +89,7 @@ class Planner:
         """
         waits = self.fetch_waits
         choice = self._holdings.choose(request, request.issued)
-        if not request.ranked:
+        if not request.ranked and request.announced is None:
             self._rank(request, waits=waits)
         return choice
 
@@ -155,7 +159,7 @@ class Planner:
             if slots.isdisjoint(order.slots):
                 continue
             runs = self.blocks.runs(order.slots)
-            if not all(run.pins == 1 and run.holders == request.sequence and not run.warming for run in runs):
+            if not all(run.pins == 1 and run.holders == request.sequence for run in runs):
                 break
             found.append(order.number)
         return found
@@ -177,6 +181,8 @@ class Planner:
         if request is not None:
             for some in filter(None, loaded):
                 self.blocks.loaded(request.held, some.start, some.stop)
+            if request.announced is not None:
+                self.blocks.ahead(request.held, request.announced.until_ns)
             self._holdings.drop(request)
             del self.requests[key], self._numbers[request.sequence]
             self._queues.nearer()
@@ -189,7 +195,7 @@ class Planner:
             at = 0
             for run in list(self.blocks.runs(overdue.slots)):
                 good, at = sum(results[at : at + len(run)]), at + len(run)
-                if not run.warming:
+                if not run.ahead_until_ns:
                     self.blocks.ceiling.fetched(good)
                     self.blocks.ceiling.wasted(good)
                 self.blocks.returned(run)
@@ -205,7 +211,7 @@ class Planner:
             ok, at = results[at], at + len(run)
             if ok:
                 run.state, run.unloaded = BlockState.STAGED, True
-                if not run.warming:
+                if not run.ahead_until_ns:
                     self.blocks.ceiling.fetched(len(run))
                 if run.first_requester is not None:
                     run.first_requester.fetched_blocks += len(run)
@@ -242,13 +248,15 @@ class Planner:
         self._queues.changed()
 
     def reset(self) -> list[Request]:
-        """The KV of every block is void: end and return the unclaimed requests, and empty the index.
+        """The KV of every block is void: end all announced and unclaimed requests, return these, and empty the index.
 
         This fetches nothing more for the others: the store may still hold old KV, which a later hint would find here.
         """
         ended = []
         for key, request in list(self.requests.items()):
-            if self._flags.expire(key):
+            if request.announced is not None:
+                self.finish(key)
+            elif self._flags.expire(key):
                 self.finish(key)
                 ended.append(request)
             else:
@@ -274,27 +282,34 @@ class Planner:
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def next_order(self, lane: Lane = Lane.MEMORY, most: int | None = None) -> Order | None:
+    def next_order(self, lane: Lane = Lane.MEMORY, most: int | None = None, *, ahead: bool = False) -> Order | None:
         """Return the lane's most urgent blocks for one store call, into free room or room of less urgent requests.
 
         `most`: blocks of this call, if fewer than the lane's calls may have: then the link is slow, and the call is for
-        one request.
+        one request.  `ahead`: for announced requests, in place of hinted ones; one such call at a time, a small one.
+        An announced request without room ends with what it has.
         """
+        if ahead and any(order.ahead for order in self._orders.values()):
+            return None
         digests: list[bytes] = []
         slots = array("I")
-        whole = self._chunk_blocks[lane]
+        whole = max(1, self._chunk_blocks[lane] // AHEAD_SHARE) if ahead else self._chunk_blocks[lane]
         chunk = min(whole, max(most, whole // SMALLEST_SHARE)) if most else whole
         while self.wants(lane) and len(slots) < chunk:
             request = self._queues.head(lane)
-            if request is None or self._queues.must_yield(lane, request.urgency):
+            if request is None or (request.announced is not None) is not ahead:
                 break
-            if self.blocks.ceiling.passed and not self._queues.is_near(request):
+            if self._queues.must_yield(lane, request.urgency):
+                break
+            if self.blocks.ceiling.passed and not ahead and not self._queues.is_near(request):
                 self._queues.stop(lane, Stop.TOO_EARLY)
                 break
             stop = self._issue(request, lane, digests, slots, chunk)
             self._holdings.advance(request)
             if stop is Stop.LANE:
                 self._queues.enter(request)
+            elif stop is not Stop.FULL and ahead:
+                self.stop(request.key)
             elif stop is not Stop.FULL:
                 if not slots and self._serve_in_part(request, lane):
                     continue
@@ -302,22 +317,13 @@ class Planner:
                 break
             elif chunk < whole or 2 * len(slots) >= chunk:
                 break  # this request would wait for the next one's blocks
-        return self._order(lane, digests, slots)
+        return self._order(lane, digests, slots, ahead=ahead)
 
-    def warm(self, digests: Sequence[bytes], lane: Lane, warming: str) -> Order | None:
-        """Return an order for the first of these blocks, which no request wants yet; None without unpinned room.
-
-        No request pins the blocks; the next hint finds them staged.
-        """
-        most = max(1, min(self._chunk_blocks[lane], self.blocks.slot_count) // WARM_SHARE)
-        slots = self.blocks.add_warm(digests[:most], lane, warming)
-        return self._order(lane, digests[: len(slots)], slots)
-
-    def _order(self, lane: Lane, digests: Sequence[bytes], slots: array[int]) -> Order | None:
+    def _order(self, lane: Lane, digests: Sequence[bytes], slots: array[int], *, ahead: bool) -> Order | None:
         if not slots:
             return None
         self._sequence += 1
-        order = self._orders[self._sequence] = Order(self._sequence, lane, digests, slots)
+        order = self._orders[self._sequence] = Order(self._sequence, lane, digests, slots, ahead)
         return order
 
     @property
@@ -349,10 +355,10 @@ class Planner:
             if request.lane is not lane:
                 return Stop.LANE
             free = array("I")
-            stop = self._take_slots(free, 1, request.urgency, lane)
+            stop = self._take_slots(free, 1, request, lane)
             if free:  # most requests find none, which spares them the digests
                 wanted = request.digests(start, min(start + room, request.lane_ends(start)))
-                stop = self._take_slots(free, self.blocks.missing(wanted), request.urgency, lane)
+                stop = self._take_slots(free, self.blocks.missing(wanted), request, lane)
                 run = self.blocks.add(wanted[: len(free)], free, lane, request)
                 digests += run.digests
                 slots += free
@@ -361,22 +367,22 @@ class Planner:
                 return stop
         return Stop.FULL
 
-    def _take_slots(self, slots: array[int], count: int, urgency: Urgency, lane: Lane) -> Stop:
+    def _take_slots(self, slots: array[int], count: int, request: Request, lane: Lane) -> Stop:
         """Take slots for `count` blocks of this lane, from other requests if need be; return why it took fewer."""
         while len(slots) < count:
             most = min(count, self.blocks.budget(lane)) - len(slots)
             if most <= 0:
-                if not self._take_back(urgency, lane):
+                if not self._take_back(request, lane):
                     return Stop.NO_BUDGET
-            elif free := self.blocks.take_slots(most):
+            elif free := self.blocks.take_slots(most, request.announced):
                 slots += free
-            elif not self._take_back(urgency, None):
+            elif not self._take_back(request, None):
                 return Stop.NO_ROOM
         return Stop.FULL
 
-    def _take_back(self, urgency: Urgency, lane: Lane | None) -> bool:
+    def _take_back(self, taker: Request, lane: Lane | None) -> bool:
         """Take all blocks of the least urgent request that gives back a slot (of this lane) at once; False if none."""
-        request = self._victims.take_back(urgency, lane)
+        request = self._victims.take_back(taker.urgency, lane)
         if request is None:
             return False
         self._holdings.take_back(request)

@@ -138,7 +138,8 @@ class Victims:
             if victim.urgency <= urgency:
                 break
             heapq.heappop(self._heap)
-            if self._gives_back(victim, lane) and self._flags.take_back(victim.key):
+            free = victim.announced is not None  # no engine reads its flag
+            if self._gives_back(victim, lane) and (free or self._flags.take_back(victim.key)):
                 found = victim
             else:
                 aside.append(entry)

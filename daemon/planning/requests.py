@@ -12,7 +12,7 @@ from ...kv.prompts import Prompt
 from .runs import Lane, Run
 
 Key = tuple[int, int]  # (flag, generation)
-# (0 if asked for, else 1; priority; `due_ns`; number of the request): the smallest goes first.
+# (0 if asked for, 1 if hinted, 2 if announced; priority; `due_ns`; number of the request): the smallest goes first.
 Urgency = tuple[int, int, int, int]
 
 
@@ -35,9 +35,16 @@ class Failure(NamedTuple):
     owners: str = ""
 
 
+class Announced(NamedTuple):
+    """The times of a request that no engine has hinted yet: since when it is announced, and until when it counts."""
+
+    since_ns: int
+    until_ns: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One hinted request. Of its blocks, [0, ready) are staged, [0, issued) pinned, [0, limit) in the store.
+    """A hinted or announced request. Of its blocks, [0, ready) are staged, [0, issued) pinned, [0, limit) in the store.
 
     `names`: of its blocks, joined, in the order of its slot table: the longest prefix that its prompt found, or more.
     """
@@ -67,6 +74,7 @@ class Request:
     last_byte_ns: int = 0
     stopped: bool = False  # the engine recomputes what was not under way
     ranked: bool = False
+    announced: Announced | None = None
 
     @property
     def blocks(self) -> int:
@@ -93,7 +101,8 @@ class Request:
 
     @property
     def urgency(self) -> Urgency:
-        return (0 if self.asked else 1, self.priority, self.due_ns, self.sequence)
+        urgent = 0 if self.asked else 1 if self.announced is None else 2
+        return (urgent, self.priority, self.due_ns, self.sequence)
 
     @property
     def wants_work(self) -> bool:
@@ -119,7 +128,7 @@ class Broken(NamedTuple):
 class TakenBack(NamedTuple):
     """The notice that the flag of this request publishes nothing any more, for now."""
 
-    key: Key
+    request: Request
 
 
 class Order(NamedTuple):
@@ -129,3 +138,4 @@ class Order(NamedTuple):
     lane: Lane
     digests: Sequence[bytes]
     slots: Sequence[int]
+    ahead: bool = False  # for announced requests

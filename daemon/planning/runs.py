@@ -27,8 +27,9 @@ class Run:
 
     `digests`: all of one length.  `pins`: how many requests pin it; `holders`: the sum of their numbers, so with one
     pin the number of that request.  `detached`: the index no longer has it, and the last unpin frees its slots.
-    `in_call`: a store call may still write to the slots, even if no request wants the blocks.  `warming`: the last
-    warming that listed any of it.  `unloaded`: it was fetched, and no request loaded it since.
+    `in_call`: a store call may still write to the slots, even if no request wants the blocks.  `ahead_until_ns`: it was
+    announced, and no engine asked for it yet; until then it makes room for hinted requests alone.  `unloaded`: it was
+    fetched, and no request loaded it since.
     """
 
     digests: list[bytes]
@@ -40,7 +41,7 @@ class Run:
     holders: int = 0
     detached: bool = False
     in_call: bool = True
-    warming: str = ""
+    ahead_until_ns: int = 0
     unloaded: bool = False
     waiters: list[Any] = field(default_factory=list)  # requests that wait for its first block
     failure: Any = None  # why it failed
@@ -50,5 +51,5 @@ class Run:
 
     def is_like(self, other: Run) -> bool:
         """Whether the two may be one run, if the same requests pin both."""
-        mine = (self.lane, self.detached, self.warming, self.unloaded)
-        return mine == (other.lane, other.detached, other.warming, other.unloaded)
+        mine = (self.lane, self.detached, self.ahead_until_ns, self.unloaded)
+        return mine == (other.lane, other.detached, other.ahead_until_ns, other.unloaded)

@@ -85,7 +85,7 @@ class Loop:
             self._look_ns += _NEWEST * (used_ns - before_ns - self._look_ns)
 
     def _start_fetches(self) -> None:
-        """Start fetches of each lane, one engine after the other, while the lane has room; then those that warm."""
+        """Start fetches of each lane, one engine after the other, while the lane has room; then those ahead."""
         epochs = self._epochs.attached()
         for lane in Lane:
             idle = 0
@@ -93,7 +93,7 @@ class Loop:
                 self._next += 1
                 idle = 0 if epochs[self._next % len(epochs)].start_fetch(lane) else idle + 1
             for epoch in epochs:
-                epoch.start_warming(lane)
+                epoch.start_fetch(lane, ahead=True)
 
     def _start_saves(self, now_ns: int) -> None:
         """Start the next put, or removal, of the engines in turn, where loads leave the link to it."""

@@ -119,6 +119,7 @@ FIELDS: dict[str, Field] = {
         "`never_stored` through this daemon since its start",
     ),
     "namespace": Field("string?", "the other namespace that has it"),
+    "name": Field("string", "of the announcement, as its sender gave it"),
     "owners": Field(
         "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
     ),
@@ -296,8 +297,8 @@ EVENTS: dict[str, Event] = {
     "fetch.slow": Event("warning", "Fetches, or puts, got far less from the store than in the hour before; once a "
                         "minute.", ("path", "bytes_s", "hour_bytes_s")),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
-    "warm.done": Event("info", "An operator's `kvprefetchd warm` ended; one line for orders that came together.",
-                       ("staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),
+    "warm.done": Event("info", "An announcement of `kvprefetchd warm` ended; a long list has several.",
+                       ("name", "staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),
     "copy.done": Event("debug", "Staged blocks were copied to device memory, or could not be.",
                        ("blocks", "duration_ms")),
     "device.ready": Event("info", "From now on the daemon copies staged blocks to device memory.",

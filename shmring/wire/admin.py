@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from .checks import Packet
 
-MAX_WARM_DIGESTS = 256  # of one Warm message
+MAX_WARM_DIGESTS = 480  # of one Warm message, which must fit a packet
 MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
 
 
@@ -102,15 +102,17 @@ Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
 
 
 class Warm(Packet):
-    """Warm blocks for an attached engine: any engine for an operator, one of their own user for others.
+    """Announce prompts to an attached engine: to any for an operator, to one of their own user for others.
 
     The answer is Warmed, or a Report of a refusal. Each chain is a prefix's block hashes in hex, in order; all together
-    at most MAX_WARM_DIGESTS. `engine` may be missing where one is attached. Without `chains` the message only asks for
-    the engine's fields of the answer. The messages of one `run` take no room from each other.
+    at most MAX_WARM_DIGESTS, of one length in each chain. `engine` may be missing where one is attached. Without
+    `chains` the message only asks for the engine's fields of the answer. Until the deadline what it stages makes room
+    for requests, and for no other announcement. The log has its `name`.
     """
 
     type: Literal["warm"] = "warm"
-    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    name: str = Field(pattern=r"^[\w.:-]{1,64}$")
+    deadline_ms: int = Field(default=600_000, ge=1, le=3_600_000)
     engine: str = Field(default="", max_length=256)
     chains: list[Annotated[list[Digest], Field(min_length=1)]] = Field(
         default_factory=list, max_length=MAX_WARM_DIGESTS
@@ -118,7 +120,9 @@ class Warm(Packet):
 
 
 class Warmed(Packet):
-    """The result of a Warm message, and how the engine hashes blocks (see SchedulerInfo).
+    """The result of a Warm message, and how the engine hashes blocks (see SchedulerInfo), one hash each `hash_tokens`.
+
+    `whole_prompts`: it has several KV groups, so a part of a chain is of no use.
 
     `found` counts, for each chain, the leading blocks that are in staging or in the store. Of these, some were `staged`
     already or are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
@@ -128,6 +132,8 @@ class Warmed(Packet):
     engine: str
     epoch: int
     block_tokens: int
+    hash_tokens: int
+    whole_prompts: bool = False
     hash_algorithm: str
     hash_probe: str
     found: list[int] = Field(default_factory=list)

@@ -32,7 +32,7 @@ def _seed_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def engine(algorithm: str = "sha256", probe: str | None = None, block_tokens: int = 32) -> Warmed:
     known: Any = {"hash_algorithm": algorithm, "hash_probe": hash_probe(algorithm) if probe is None else probe}
-    return Warmed(engine="e", epoch=1, block_tokens=block_tokens, **known)
+    return Warmed(engine="e", epoch=1, block_tokens=block_tokens, hash_tokens=block_tokens, **known)
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])

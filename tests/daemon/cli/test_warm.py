@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,7 +15,7 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.shmring.wire import admin
-from kvprefetch.shmring.wire.admin import Warm, Warmed
+from kvprefetch.shmring.wire.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState
@@ -166,7 +165,7 @@ def test_orders_that_are_too_large_or_too_many_are_refused_and_hurt_nobody(share
     sock = engine.connect()
 
     def send(*chains: list[str]) -> None:
-        send_message(sock, Warm(run=uuid.uuid4().hex, engine="bounds", chains=list(chains)))
+        send_message(sock, Warm(name="list", engine="bounds", chains=list(chains)))
 
     def answer() -> Message:
         received = receive_message(sock)
@@ -174,14 +173,19 @@ def test_orders_that_are_too_large_or_too_many_are_refused_and_hurt_nobody(share
         return received[0]
 
     for _ in range(20):
-        send(["ab" * 32] * 256)
+        send(["ab" * 32] * MAX_WARM_DIGESTS)
     answers = [answer() for _ in range(20)]
     assert sum(isinstance(each, Warmed) for each in answers) >= 1
     assert {type(each) for each in answers} <= {Warmed, admin.Report}
-    send(["ab"] * 257)
+    send(["ab"] * (MAX_WARM_DIGESTS + 1))
     refusal = answer()
     assert isinstance(refusal, Refused)
-    assert "hashes=257 max=256" in refusal.error
+    assert f"hashes={MAX_WARM_DIGESTS + 1} max={MAX_WARM_DIGESTS}" in refusal.error
+    sock = engine.connect()
+    send(["ab", "abcd"])
+    refusal = answer()
+    assert isinstance(refusal, Refused)
+    assert "differ in length: bytes=[1, 2]" in refusal.error
     assert engine.load(list(blocks("bounds", 2))) is None
     engine.close()
 
@@ -196,7 +200,7 @@ def test_an_engine_that_goes_ends_its_orders(serve: Serve) -> None:
         master = int(daemon.records("master.started")[0]["pid"])
         with frozen(master):
             chain = [digest.hex() for digest in blocks("going", 3)]
-            send_message(sock, Warm(run=uuid.uuid4().hex, chains=[chain]))
+            send_message(sock, Warm(name="list", chains=[chain]))
             ask_daemon(daemon.socket)  # by then it has read the order, which came before
             engine.close()
             received = receive_message(sock)
@@ -210,7 +214,7 @@ def test_a_stranger_may_not(shared_daemon: Daemon) -> None:
         pytest.skip("needs root, to become another user")
     os.chmod(shared_daemon.socket.parent, 0o755)
     engine = FakeEngine(shared_daemon.socket, engine_id="strange", prefix="strange")
-    order = Warm(run=uuid.uuid4().hex, engine="strange", chains=[["ab" * 32]]).model_dump_json()
+    order = Warm(name="list", engine="strange", chains=[["ab" * 32]]).model_dump_json()
     script = (
         "import os, socket, sys\n"
         "os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(65534)\n"

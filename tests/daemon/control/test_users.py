@@ -152,7 +152,7 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     assert ask(path, admin.StatQuery(), admin.Segments).engines == []
     for request in (
         admin.Remove(keys=["u0@llama@tp_rank:0@00"]),
-        admin.Warm(run="0" * 32, engine="victim", chains=chains),
+        admin.Warm(name="list", engine="victim", chains=chains),
     ):
         assert not ask(path, request, admin.Report).ok
     ask(path, admin.SetMode(mode="off"), Refused)
@@ -167,7 +167,7 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     attach(path, "mistral", "mine")
     assert "mine: mistral, " in (text := shown("status"))
     assert "victim" not in text
-    warmed = ask(path, admin.Warm(run="0" * 32, chains=chains), admin.Warmed)
+    warmed = ask(path, admin.Warm(name="list", chains=chains), admin.Warmed)
     assert (warmed.engine, warmed.absent) == ("mine", 1)
     assert ask(path, admin.Remove(keys=[f"u{OTHER}@mistral@tp_rank:0@00"]), admin.Removed).removed == 0
     assert {each["engine"] for each in ask_daemon(path).engines} == {"victim", "mine"}

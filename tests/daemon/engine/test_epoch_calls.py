@@ -238,17 +238,17 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
 
 def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
     replies: list[Message] = []
-    setup.epoch.warm(Warm(run="1" * 32, chains=[[digest("a").hex()]]), replies.append)
+    setup.epoch.warm(Warm(name="list", chains=[[digest("a").hex()]]), replies.append)
     assert setup.calls[-1].kind is Kind.LOOK_UP
     setup.pools.end([Found(b"\1", b"\0")])
     setup.pools.room = False
-    setup.epoch.start_warming(Lane.MEMORY)
+    assert not setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
     setup.want((0, 1), "b")
     assert not setup.epoch.start_fetch(Lane.MEMORY)
     looking_up = len(setup.calls)
     setup.pools.room = True
     setup.start()
-    setup.epoch.start_warming(Lane.MEMORY)
+    assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
     assert [call.kind for call in setup.calls[looking_up:]] == [Kind.FETCH_MEMORY] * 2
     setup.pools.end([OK])
     [reply] = replies

@@ -179,7 +179,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
             epoch.drain(chance.choice([0, 1 << 62]))
             for lane in Lane:
                 epoch.start_fetch(lane)
-                epoch.start_warming(lane)
+                epoch.start_fetch(lane, ahead=True)
             pools.link_share.compete(clock[0], both=chance.random() < 0.3)
             epoch.start_save()
         assert epoch.corrupt is None

@@ -48,7 +48,7 @@ def test_no_part_of_an_epoch_keeps_something_to_call(monkeypatch: pytest.MonkeyP
     engine = Engine(epoch)
     engine.stage((0, 1), "a", "b")
     engine.want((1, 1), "c")
-    epoch.warm(Warm(run="1" * 32, chains=[[digest("d").hex()]]), lambda _: None)
+    epoch.warm(Warm(name="list", chains=[[digest("d").hex()]]), lambda _: None)
     epoch.reset(later_weights())
     device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0, allocator="daemon")
     assert list(kept_callables([epoch, device], "", set())) == []

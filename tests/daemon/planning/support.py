@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.requests import Key, Order, Publication, Request
+from kvprefetch.daemon.planning.requests import Announced, Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
@@ -23,9 +23,13 @@ class FlagsModel:
         self.claimed: set[Key] = set()
         self.refused: set[Key] = set()
         self.taken_back: list[Key] = []
+        self.ended: list[Request] = []  # announced ones, all of whose blocks came
 
     def publish(self, publication: Publication) -> bool:
         request, start, slots, count, final = publication
+        if request.announced is not None:
+            self.ended += [request] * final
+            return True
         key, start = request.key, request.prompt.local_blocks + start
         if key in self.claimed:
             self.refused.add(key)
@@ -89,12 +93,20 @@ class Planner(module.Planner):
         return ended
 
     def hinted(
-        self, key: Key, hashes: bytes, size: int = 8, *, local: int = 0, priority: int = 0, at_ns: int = 0
+        self,
+        key: Key,
+        hashes: bytes,
+        size: int = 8,
+        *,
+        local: int = 0,
+        priority: int = 0,
+        at_ns: int = 0,
+        until_ns: int = 0,
     ) -> Request:
-        """A request of one KV group arrives, with a digest of `size` bytes for each block."""
+        """A request of one KV group arrives, or is announced; its digests have `size` bytes."""
         blocks = range(local, len(hashes) // size)
         prompt = Prompt(ONE_GROUP, hashes, blocks, room=0, staged=self.blocks.holds)
-        return self.hint(key, prompt, priority, at_ns)
+        return self.hint(key, prompt, priority, at_ns, Announced(0, until_ns) if until_ns else None)
 
     def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
         """The store says how many blocks it has, and which of those behind the local ones lie on a disk."""
@@ -155,6 +167,13 @@ def hint(planner: Planner, number: int, *names: str, local: int = 0, priority: i
 def hit(planner: Planner, number: int, *names: str, disk: bytes = b"", local: int = 0, priority: int = 0) -> Key:
     """Push a hint for blocks that the store has; `disk` says for each from `local` on whether it lies on disk."""
     key = hint(planner, number, *names, local=local, priority=priority)
+    planner.looked_up(key, len(names), disk)
+    return key
+
+
+def announced(planner: Planner, number: int, *names: str, disk: bytes = b"") -> Key:
+    """Announce a prompt whose blocks the store has."""
+    key = planner.hinted((-1, number), digests(*names), until_ns=1 << 62).key
     planner.looked_up(key, len(names), disk)
     return key
 

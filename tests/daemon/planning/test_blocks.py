@@ -1,10 +1,10 @@
-"""Staging slots: runs, duplicate blocks, the order in which blocks make room, warm blocks, and waste."""
+"""Staging slots: runs, duplicate blocks, the order in which blocks make room, and waste."""
 
 from __future__ import annotations
 
 from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, hint, hit, ordered, planned, returned, run
+from tests.daemon.planning.support import Planner, announced, hint, hit, ordered, planned, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
@@ -60,43 +60,6 @@ def test_the_last_blocks_of_the_least_recently_used_run_make_room_first() -> Non
     assert planner.requests[hint(planner, 3, *"abcd")].issued == 3
 
 
-# --- warm blocks ------------------------------------------------------------------------------------------------------
-
-
-def test_digests_of_different_lengths_can_be_warmed() -> None:
-    planner, _ = planned(16, 16)
-    wanted = [b"short", b"another.", b"a-long-one", b"one-longer"]
-    lengths = []
-    while wanted:
-        order = planner.warm(wanted, Lane.MEMORY, "list")
-        assert order is not None
-        lengths.append([len(digest) for digest in order.digests])
-        returned(planner, order)
-        del wanted[: len(order.slots)]
-    assert lengths == [[5], [8], [10, 10]]
-    planner.reset()
-    planner.check()
-
-
-def test_warm_blocks_from_disk_keep_to_the_share_of_blocks_from_disk() -> None:
-    planner, _ = planned(8, 8)
-    hit(planner, 1, *"abcdef", disk=b"\1" * 6)
-    run(planner)
-    assert planner.warm([b"x.......\0"], Lane.DISK, "list") is None
-    assert planner.warm([b"x.......\0"], Lane.MEMORY, "list") is not None
-    planner.check()
-
-
-def test_a_warming_does_not_replace_the_blocks_that_it_listed() -> None:
-    planner, _ = planned(2, 8)
-    key = hit(planner, 1, "a", "b")
-    run(planner)
-    planner.finish(key)
-    assert planner.blocks.touch(b"a.......\0", "list")
-    assert planner.warm([b"x.......\0"], Lane.MEMORY, "list") is None
-    assert planner.warm([b"x.......\0"], Lane.MEMORY, "another") is not None
-
-
 # --- waste ------------------------------------------------------------------------------------------------------------
 
 
@@ -130,11 +93,12 @@ def test_blocks_that_an_aborted_request_left_and_another_loaded_are_no_waste() -
     assert wasted_after(planner, 4, "c", "d") == [0, 0]
 
 
-def test_blocks_that_were_warmed_or_came_too_late_or_are_void_are_waste_of_their_medium() -> None:
+def test_blocks_that_were_announced_or_came_too_late_or_are_void_are_waste_of_their_medium() -> None:
     planner, _ = planned(8, 16)
-    warm = planner.warm([b"a.......\0", b"b.......\0"], Lane.DISK, "list")
-    assert warm is not None
-    planner.fetched(warm.number, [True, False], 1)
+    announced(planner, 1, "a", "b", disk=b"\1\1")
+    order = planner.next_order(Lane.DISK, ahead=True)
+    assert order is not None
+    planner.fetched(order.number, [True, False], 1)
     hit(planner, 1, "c", "d", "e")
     order = ordered(planner)
     planner.overdue(order.number, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from kvprefetch.daemon.planning.ceiling import Ceiling
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, block, hint, hit, ordered, planned, returned, run, whole
+from tests.daemon.planning.support import Planner, announced, hint, hit, ordered, planned, returned, run, whole
 
 SLOTS = 8
 SHARE = 1 / 16  # of half of the window, 64 blocks, this is 4
@@ -59,24 +59,6 @@ def test_a_block_that_is_evicted_unused_counts_once() -> None:
     assert planner.blocks.wasted == [5, 0]
     assert planner.gauges()["slots_unused"] == 0
     assert limited(planner), "5 of 13 blocks"
-
-
-def test_warmed_blocks_do_not_count_for_the_operator_wanted_them() -> None:
-    planner, _ = planned(SLOTS, 32, wasted_share=0.0)
-    for names in ("ab", "cd", "ef", "gh", "ij"):
-        order = planner.warm([each.encode().ljust(8, b".") for each in names], Lane.MEMORY, names)
-        assert order is not None
-        returned(planner, order)
-    assert planner.gauges()["slots_unused"] == 0
-    assert planner.blocks.wasted == [2, 0], "the first made room for the last"
-    assert not limited(planner)
-
-
-def test_an_idle_block_that_a_warming_lists_is_no_longer_waste() -> None:
-    planner = passed()
-    for each in "abcde":
-        planner.blocks.touch(block(each), "list")
-    assert not limited(planner)
 
 
 def test_past_the_ceiling_only_the_first_request_and_those_asked_for_are_fetched() -> None:
@@ -218,9 +200,10 @@ def test_requests_are_fetched_ahead_again_once_another_one_wants_the_unused_bloc
     assert run(planner) == [["y"]], "no tick in between"
 
 
-def test_late_blocks_of_a_warming_do_not_count() -> None:
+def test_late_blocks_of_an_announcement_do_not_count() -> None:
     planner, _ = planned(SLOTS, 32, wasted_share=0.0)
-    order = planner.warm([b"a.......\0"], Lane.MEMORY, "list")
+    announced(planner, 1, "a")
+    order = planner.next_order(ahead=True)
     assert order is not None
     planner.overdue(order.number, 1)
     returned(planner, order)

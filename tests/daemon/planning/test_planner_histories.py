@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
 import pytest
 
 from kvprefetch.daemon.planning.requests import Key, Order
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, block, hint, planned, returned, shown
+from tests.daemon.planning.support import Planner, digests, hint, planned, returned, shown
 
 HISTORIES = 500
 EVENTS = {
     "hint": 6, "ask": 3, "stop": 1, "order": 8, "fetched": 6, "overdue": 1, "returned": 2, "renewed": 1, "finish": 4,
-    "claim": 2, "unclaim": 1, "reset": 0.3, "warm": 1,
+    "claim": 2, "unclaim": 1, "reset": 0.3, "announce": 1, "ahead": 2,
 }  # fmt: skip
 
 
@@ -121,16 +122,22 @@ class History:
                 del live[key]
             case "claim" if live:
                 flags.claimed.add(self.some_live())
-            case "warm":
-                names = [name for name in some_prompt(chance) if not planner.blocks.touch(block(name), "list")]
-                lane = chance.choice(list(Lane))
-                self.begin(planner.warm([block(name) for name in dict.fromkeys(names)], lane, "list"))
+            case "announce":
+                self.number += 1
+                names = some_prompt(chance)
+                disk = bytes(chance.choices([0, 1], k=len(names))) if chance.random() < 0.3 else b""
+                key = planner.hinted((-1, self.number), digests(*names), until_ns=chance.randint(1, 9)).key
+                planner.looked_up(key, chance.randint(0, len(names)), disk)
+            case "ahead":
+                self.begin(planner.next_order(chance.choice(list(Lane)), ahead=True))
             case "reset":
                 for request in planner.reset():
                     del live[request.key]
                 flags.refused |= live.keys()  # the planner publishes nothing more for them
 
     def check(self) -> None:
+        while self.flags.ended:
+            self.planner.finish(self.flags.ended.pop().key)
         unloaded = self.planner.check()
         assert self.planner.gauges()["slots_stuck"] == sum(len(order.slots) for order in self.overdue)
         assert self.fetched == self.loaded + sum(self.planner.blocks.wasted) + len(unloaded), "each has one fate"
@@ -148,18 +155,20 @@ class History:
         for order in self.orders + self.overdue:
             returned(planner, order)
         for _ in range(200):
-            for lane in Lane:
-                if (order := planner.next_order(lane)) is not None:
+            for lane, ahead in product(Lane, (False, True)):
+                if (order := planner.next_order(lane, ahead=ahead)) is not None:
                     returned(planner, order)
-            if not live:
+            while flags.ended:
+                planner.finish(flags.ended.pop().key)
+            if not planner.requests:
                 break
             ended = [key for key in live if planner.requests[key].final or key in flags.claimed]
-            assert ended or any(map(planner.wants, Lane)), "a request waits and nothing will ever come"
+            assert ended or not live or any(map(planner.wants, Lane)), "a request waits and nothing will ever come"
             for key in ended[:1]:
                 flags.claimed.discard(key)
                 planner.finish(key)
                 del live[key]
-        assert not live
+        assert not planner.requests, "nothing will ever come for these"
         planner.check()
         assert planner.blocks.used == [0, 0]
         gauges = planner.gauges()

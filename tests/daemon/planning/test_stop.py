@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import block, hint, hit, ordered, planned, returned, run, whole
+from tests.daemon.planning.support import announced, hint, hit, ordered, planned, returned, run, whole
 
 
 def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
@@ -157,7 +157,8 @@ def test_an_order_that_brings_blocks_for_others_is_not_to_be_dropped_nor_are_tho
     orders = [ordered(planner) for _ in range(3)]
     assert planner.stop(branch) == [orders[2].number]
     planner, _ = planned(20, 4)
-    assert planner.warm([block("a")], Lane.MEMORY, "list") is not None
+    announced(planner, 2, "a")
+    assert planner.next_order(ahead=True) is not None
     assert planner.stop(hit(planner, 1, "a")) == []
 
 
