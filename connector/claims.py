@@ -39,6 +39,7 @@ PENDING: Reply = (None, False)
 HINTED, READY, EXPIRED = int(FlagState.HINTED), int(FlagState.READY), int(FlagState.EXPIRED)
 _tuple = tuple.__new__
 HINT = int(RecordKind.HINT)
+_OVERTAKEN = (Verdict.STOP, Verdict.TAKE)
 # Stands for the flag of a request without a hint: nothing is ready, nothing has ended.
 UNHINTED = Flag(0, FlagState.HINTED, 0)
 # A request's own wishes in kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
@@ -236,6 +237,9 @@ class Claims:
         verdict = self._policy.verdict(
             wait, ready, limit, visit.now_ns, load=visit.load, first=not self._pending_before
         )
+        if handle is not None and wait.policy == "adaptive" and verdict in _OVERTAKEN and not handle.missing:
+            handle.missing = max(0, limit - ready)
+            handle.cost_ns = int(self._policy.cost_ns(handle.missing, visit.load))
         if verdict is Verdict.STOP:
             verdict = self._stop(wait, handle, found, visit)
         if verdict is Verdict.WAIT:

@@ -37,7 +37,8 @@ _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 
 # A flag this engine holds, and its hint: `session`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
 # which the first ones were hinted.  Times are CLOCK_MONOTONIC ns, 0 where the event did not happen: `asked_ns`,
-# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  In C (_handle.c), both raising SegmentCorrupt:
+# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing` and `cost_ns`: as in Done.  In C
+# (_handle.c), both raising SegmentCorrupt:
 #
 # * `look()`: the flag, by one acquire load.
 # * `claim(state, count, taken, start, stop, now_ns)`: take blocks [0, taken) of a HINTED or READY flag as seen.
@@ -100,7 +101,8 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     session.allocator.give_back(handle.flag)
     if after != _FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
-        done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times)
+        verdict = handle.missing, handle.cost_ns
+        done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times, *verdict)
         session.producer.push(_DONE, encode_done(done))
 
 

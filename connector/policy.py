@@ -104,6 +104,10 @@ class WaitPolicy:
         """Time to recompute so many blocks: the most that waiting for them can save; inf until that was measured."""
         return self._steps.prefill_ns(blocks * self._block_tokens)
 
+    def cost_ns(self, blocks: int, load: float) -> float:
+        """What recomputing so many blocks costs the engine; `load`: as in Visit."""
+        return self.recompute_ns(blocks) / (1.0 - load)
+
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
         """A visit finds so many blocks ready: more than before, or fewer as some were taken back."""
         if ready > wait.ready:
@@ -130,7 +134,7 @@ class WaitPolicy:
         return self._judge(wait, max(0, limit - ready), now_ns, load) if judged else Verdict.WAIT
 
     def _judge(self, wait: Wait, missing: int, now_ns: int, load: float) -> Verdict:
-        most = SILENCE / (1.0 - load) * self.recompute_ns(missing)
+        most = SILENCE * self.cost_ns(missing, load)
         visit = self._steps.decode_ns if load else IDLE_VISIT_NS
         if now_ns - wait.progress_ns > STOP_FACTOR * most or (most < visit and not wait.stopped):
             return Verdict.TAKE

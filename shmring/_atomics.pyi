@@ -59,6 +59,8 @@ class Handle(Generic[S]):
     asked_ns: int
     waited_ns: int
     claimed_ns: int
+    missing: int
+    cost_ns: int
     def look(self) -> Flag: ...
     def claim(self, state: int, count: int, taken: int, start: int, stop: int, now_ns: int, /) -> array[int] | None: ...
 

@@ -38,7 +38,7 @@ typedef struct {
     Flags *flags;
     PyObject *session, *digests;
     Py_ssize_t flag, blocks, local_blocks;
-    long long generation, asked_ns, waited_ns, claimed_ns;
+    long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns;
 } Handle;
 
 extern PyTypeObject *allocator_type, *handle_type;

@@ -24,6 +24,8 @@ static PyMemberDef Handle_members[] = {
     {"asked_ns", T_LONGLONG, offsetof(Handle, asked_ns), 0, NULL},
     {"waited_ns", T_LONGLONG, offsetof(Handle, waited_ns), 0, NULL},
     {"claimed_ns", T_LONGLONG, offsetof(Handle, claimed_ns), 0, NULL},
+    {"missing", T_LONGLONG, offsetof(Handle, missing), 0, NULL},
+    {"cost_ns", T_LONGLONG, offsetof(Handle, cost_ns), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -101,6 +101,8 @@ FIELDS: dict[str, Field] = {
     "ended_ms": Field("number", "the daemon learned of the end, or made it"),
     "exposed_ms": Field("number", "how long the scheduler had room for the request and waited for it, in whole steps"),
     "unseen_ms": Field("number", "part of `exposed_ms` after its answer was there, until the engine's step had ended"),
+    "missing_blocks": Field("number", "blocks that were missing when the engine ceased to wait for all; 0: it did not"),
+    "recompute_ms": Field("number?", "what recomputing these cost the engine, as it judged; null: it waited for all"),
     "hidden_fraction": Field("number?", "share of look-up and transfer that made no scheduler wait; null: no fetch"),
     "medium": Field("string?", "`memory` or `disk`: where the store had most of what it lacked; null: nowhere"),
     "store_bytes_s": Field(

@@ -109,6 +109,8 @@ class Trace:
             "ended_ms": self._ms(now_ns),
             "exposed_ms": round(exposed_ns / 1e6, 3),
             "unseen_ms": round(unseen_ns / 1e6, 3),
+            "missing_blocks": done.missing if done is not None else 0,
+            "recompute_ms": round(done.cost_ns / 1e6, 3) if done is not None and done.missing else None,
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
             **self._reasons(request, work),
         }

@@ -122,6 +122,10 @@ def picture(record: Record) -> list[str]:
 
 
 def sentence(record: Record) -> str:
+    return _told(record) + _verdict(record)
+
+
+def _told(record: Record) -> str:
     outcome = str(record.get("outcome"))
     waited = _number(record, "exposed_ms")
     if outcome == Ending.LOADED.value:
@@ -188,6 +192,15 @@ def _wait(record: Record, waited: float) -> str:
             during.append((overlap, part.name))
     parts = ", ".join(f"{number(overlap)} ms {_DURING[name]}" for overlap, name in sorted(during, reverse=True))
     return f"The scheduler waited {number(waited)} ms for it{f': {parts}' if parts else ''}.{more}"
+
+
+def _verdict(record: Record) -> str:
+    """Say what the engine compared where it did not wait for all blocks."""
+    missing, cost = _count(record, "missing_blocks"), figure(record, "recompute_ms")
+    if not missing or cost is None:
+        return ""
+    blocks = "1 missing block" if missing == 1 else f"{missing} missing blocks"
+    return f" It waited no longer for all: recomputing {blocks} would cost {number(cost)} ms."
 
 
 def _ms(record: Record, name: str) -> float | None:

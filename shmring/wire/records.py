@@ -81,8 +81,8 @@ class Outcome(enum.IntEnum):
 HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s")
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
-# version, outcome, flag, loaded from, loaded blocks, generation, asked ns, waited ns, claimed ns, loaded ns
-_DONE = struct.Struct("<BBxxIIIQQQQQ")
+# version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
+_DONE = struct.Struct("<BBxxIIIIxxxxQQQQQQ")
 # version, bytes of a name, dropped, blocks, reset generation, save id
 _SAVED = struct.Struct("<BxHBxxxIxxxxQQ")
 
@@ -128,7 +128,8 @@ class Done(NamedTuple):
     """The engine finished with a flag (now RELEASED or CANCELLED); the record carries its half of the timeline.
 
     Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging. A time is 0 where the event did not
-    happen. `waited_ns` is the scheduler's wait since `asked_ns`, which may have pauses.
+    happen. `waited_ns` is the scheduler's wait since `asked_ns`, which may have pauses. `missing` blocks were not there
+    when the engine ceased to wait for all, and recomputing them costs it `cost_ns`; 0: it did not.
     """
 
     flag: int
@@ -140,6 +141,8 @@ class Done(NamedTuple):
     waited_ns: int
     claimed_ns: int
     loaded_ns: int
+    missing: int = 0
+    cost_ns: int = 0
 
 
 class Saved(NamedTuple):
@@ -190,14 +193,14 @@ def decode_ask(payload: memoryview) -> Ask:
 
 
 def encode_done(done: Done) -> bytes:
-    flag, generation, outcome, start, blocks, asked, waited, claimed, loaded = done
-    return _DONE.pack(PROTOCOL, outcome, flag, start, blocks, generation, asked, waited, claimed, loaded)
+    flag, generation, outcome, start, blocks, asked, waited, claimed, loaded, missing, cost = done
+    return _DONE.pack(PROTOCOL, outcome, flag, start, blocks, missing, generation, asked, waited, claimed, loaded, cost)
 
 
 def decode_done(payload: memoryview) -> Done:
-    _, outcome, flag, start, blocks, generation, asked, waited, claimed, loaded = _unpack(_DONE, payload)
+    _, outcome, flag, start, blocks, missing, generation, asked, waited, claimed, loaded, cost = _unpack(_DONE, payload)
     try:
-        return Done(flag, generation, Outcome(outcome), start, blocks, asked, waited, claimed, loaded)
+        return Done(flag, generation, Outcome(outcome), start, blocks, asked, waited, claimed, loaded, missing, cost)
     except ValueError:
         raise ProtocolError(f"unknown outcome: outcome={outcome}") from None
 

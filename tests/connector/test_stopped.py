@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.connector import hints
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, Engine, FakeDaemon, Request
+from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
 from .waiting import NOTHING, PENDING, measured, step, visits_until_decided
 
 
@@ -37,6 +37,11 @@ def test_a_fetch_that_recomputing_overtakes_is_stopped_and_what_is_under_way_loa
     engine.daemon.stage("r", 10, found=40)
     assert engine.match(request) == (10 * BLOCK, False)
     assert (engine.side.counters["stopped"], engine.side.counters["cut_short"]) == (1, 0)
+    engine.side.finished(request)
+    engine.daemon.drain()
+    done = engine.daemon.dones[-1]
+    assert done.missing == 40, "at the stop; ten came after it"
+    assert done.cost_ns == pytest.approx(64 * MS, rel=0.1)
 
 
 def test_a_stopped_fetch_with_nothing_under_way_is_recomputed_and_no_miss() -> None:

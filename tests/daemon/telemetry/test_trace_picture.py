@@ -33,6 +33,7 @@ LINE: dict[str, Any] = {
     "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
+    "missing_blocks": 0, "recompute_ms": None,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
     "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
     "traceparent": None,
@@ -96,6 +97,13 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             {**MISSED, "outcome": "late", "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
             "The engine's patience ended before its blocks came, and it was recomputed. The scheduler waited 5000 ms "
             "for it: 5000 ms for a fetch that was not over.",
+        ),
+        (
+            {**MISSED, "outcome": "recomputed", "found_blocks": 4, "asked_ms": 1.3, "looked_up_ms": 1.4,
+             "ended_ms": 4.4, "exposed_ms": 3.1, "missing_blocks": 2, "recompute_ms": 9.0},
+            "It did not load, because the engine had nothing to take yet, and expected to recompute sooner than to "
+            "wait. The scheduler waited 3.10 ms for it: 3.00 ms for a fetch that was not over. It waited no longer for "
+            "all: recomputing 2 missing blocks would cost 9.00 ms.",
         ),
         (
             {"asked_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
