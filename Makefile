@@ -80,7 +80,7 @@ stress: setup ## the long tests: load and randomised faults
 
 # Each file gets a process of its own: a lost CUDA context ends the rest of its process.
 gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy and pytest; vLLM is not needed)
-	@why=$$($(ON_GPU) -c "from kvprefetch.shmring.gpu import cuda; cuda.uuid_of('cuda', 0)" 2>&1) || \
+	@why=$$($(ON_GPU) -c "from kvprefetch.shmring.gpu import cuda; cuda.uuid_of(0)" 2>&1) || \
 		{ echo "make gpu: no CUDA device here: $$(echo "$$why" | tail -n 1)" >&2; exit 1; }
 	@failed=; for file in $(GPU_TESTS); do \
 		$(ON_GPU) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -o markers=gpu \

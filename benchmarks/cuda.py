@@ -19,7 +19,6 @@ import datetime
 import itertools
 import json
 import mmap
-import socket
 import statistics
 import sys
 import time
@@ -34,13 +33,13 @@ import torch
 
 from benchmarks.machine import command
 from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
-from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import exported_bytes
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES
+from tests.gpu.side import PinnedCache
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.
 SHAPES = {"llama-8b": (32, 8, 256), "llama-70b-tp8": (80, 1, 256)}
@@ -73,19 +72,16 @@ class Bench:
             for layer in range(layers)
         }
         self.paged = PagedCache(self.caches, list(self.caches), in_cache)
-        self.device = cuda.open_device(cuda.uuid_of("cuda", 0))
+        self.device = cuda.open_device(cuda.uuid_of(0))
         self.block_bytes = self.paged.block_bytes
         self.map, self.rows = random_slots(blocks, self.block_bytes)
-        self.lease, theirs = socket.socketpair()
         near = blocks * self.sets
-        attached: Any = SimpleNamespace(device_slots=near, slot_bytes=self.block_bytes, device_handle="")
         begun = time.perf_counter()
-        self.device_cache = DeviceCache(self.device, self.rows, attached, theirs)
+        self.device_cache = PinnedCache(self.device, self.rows, near)
         while self.device_cache.pinned < blocks:
             assert time.perf_counter() < begun + 60, f"not pinned: slots={self.device_cache.pinned}"
             time.sleep(0.001)
         self.pin_gbps = self.bytes / (time.perf_counter() - begun) / 1e9
-        assert self.device_cache.slots == near
         self.streams = TorchStreams(self.paged.device)
         self.copies = CudaCopies(self.paged, self.device, self.streams)
         self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
@@ -102,9 +98,7 @@ class Bench:
 
     def close(self) -> None:
         torch.cuda.synchronize()
-        self.lease.close()
-        self.device_cache.end()
-        assert self.device_cache.join(60)
+        self.device_cache.close()
 
 
 def random_slots(blocks: int, block_bytes: int) -> tuple[mmap.mmap, Any]:
@@ -263,12 +257,10 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
     """
     host: Any = HostSlots(bench.blocks, bench.block_bytes)
     source = host.rows.copy()
-    size = exported_bytes(host.rows.nbytes)
-    staging = DeviceStaging(
-        host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0, allocator="daemon"
-    )
+    size = -(-host.rows.nbytes // GRAIN_BYTES) * GRAIN_BYTES
+    staging = DeviceStaging(host.block_bytes, [bench.device.uuid], budget_bytes=size, margin_bytes=0)
     staging.follow(host)
-    said = [staging.open([""]), *(staging.pin(*piece) for piece in staging.pieces())]
+    said = [staging.open(), *(staging.pin(*piece) for piece in staging.pieces())]
     assert not any(said), said
     step = max(1, COPY_BYTES // bench.block_bytes)
     jobs = [range(start, min(start + step, bench.blocks)) for start in range(0, bench.blocks, step)]
@@ -297,7 +289,6 @@ def bounce(bench: Bench, rounds: int = 7) -> dict[str, float]:
                     job.result()
                 if turn:
                     found[name].append(time.perf_counter() - begun)
-    staging.unpin()
     staging.close()
     return {name: statistics.median(times) for name, times in found.items()}
 
@@ -354,7 +345,7 @@ def report(result: dict[str, Any]) -> str:
 def device_there() -> bool:
     """Whether there is a CUDA device; says why not."""
     try:
-        cuda.uuid_of("cuda", 0)
+        cuda.uuid_of(0)
     except DeviceError as error:
         print(f"no CUDA device: {error}", file=sys.stderr)
         return False

@@ -18,7 +18,7 @@ import torch
 
 from ..shmring.errors import DeviceError
 from ..shmring.gpu import cuda
-from ..shmring.gpu.device import Device
+from ..shmring.gpu.cuda import Device
 from . import cuda_copy
 from .cuda_copy import Launcher
 from .paged import PagedCache
@@ -79,17 +79,8 @@ class PlainCopies:
 
     def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
         for session, slots, block_ids in copies:
-            if save:
-                self._paged.save(session.rows, slots, block_ids)
-                continue
-            host = len(session.rows)
-            pairs = list(zip(slots, block_ids, strict=True))
-            near = [(slot - host, block) for slot, block in pairs if slot >= host]
-            if near:
-                assert session.device_cache is not None
-                self._paged.load(session.device_cache.rows, *zip(*near, strict=True))
-            if far := [(slot, block) for slot, block in pairs if slot < host]:
-                self._paged.load(session.rows, *zip(*far, strict=True))
+            copy = self._paged.save if save else self._paged.load
+            copy(session.rows, slots, block_ids)
         return self._paged.fence()
 
 
@@ -192,14 +183,10 @@ def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:
 
 def for_cache(paged: PagedCache) -> tuple[Copies, Device | None]:
     """Choose how to copy to and from this cache, and the device for device slots; None: host slots only."""
-    kind, index = paged.device.type, paged.device.index
+    if paged.device.type != "cuda":
+        return PlainCopies(paged), None
     try:
-        uuid = cuda.uuid_of(kind, index if index is not None else 0)
-        if not uuid:
-            return PlainCopies(paged), None
-        device = cuda.open_device(uuid)
-        if kind == "cpu":
-            return PlainCopies(paged), device
+        device = cuda.open_device(cuda.uuid_of(paged.device.index or 0))
         return CudaCopies(paged, device, TorchStreams(paged.device)), device
     except (DeviceError, ValueError) as error:
         log.warning("kvprefetch: no staging in device memory, and copies go block by block: %s", error)

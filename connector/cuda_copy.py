@@ -8,7 +8,7 @@ steps, and a large one for many blocks.
 
 The work is cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each lane with eight
 accesses of 16 bytes in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that
-fit.  The source compiles as C++ too (tests/support/host_kernel.py), for there is no cooperation between threads.
+fit.  The source compiles as C++ too (tests/support/fakecuda), for there is no cooperation between threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..shmring.gpu.device import Device
+from ..shmring.gpu.cuda import Device
 from .paged import Piece
 
 KERNEL = "kvprefetch_copy"

@@ -9,20 +9,16 @@ epoch, and pages that are not pinned are copied without the kernel.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import socket
+import os
 import threading
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..shmring.errors import DeviceError
 from ..shmring.gpu.calls import calls
-from ..shmring.gpu.device import Device, Memory, exported_bytes, pieces
-from ..shmring.gpu.lease import wait_for_end
+from ..shmring.gpu.cuda import Device, SharedMemory
+from ..shmring.gpu.device import pieces
 from .paged import Rows
 
 if TYPE_CHECKING:
@@ -39,35 +35,28 @@ log = logging.getLogger("vllm.kvprefetch.device_cache")
 class DeviceCache:
     """`slots`: device slots (0: none), from `address` on. `pinned`: leading host slots that the GPU may read."""
 
-    def __init__(self, device: Device, rows: Rows, attached: Attached, lease: socket.socket | None) -> None:
-        """Open the daemon's slab, or allocate one where the daemon asks for it; a failure is logged, and there is none.
+    def __init__(self, device: Device, rows: Rows, attached: Attached, slab: int | None) -> None:
+        """Open the daemon's slab; a failure is logged, and there is none.
 
-        Takes over the lease; without one there is no slab.  `rows`: the host slots, mapped until they are unpinned.
+        Takes over the slab's descriptor, if there is one.  `rows`: the host slots, mapped until they are unpinned.
         Waits TIMEOUT_S at most.
         """
-        self._device, self._rows, self._lease = device, rows, lease
+        self._device, self._rows = device, rows
         self._slot_bytes = attached.slot_bytes
-        self.handle = b""
         self.slots = self.pinned = 0
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | None = None
         self._lock = threading.Lock()  # guards the decision whether there is a slab
         self._settled = threading.Event()  # that decision is made
         self._ending = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(target=self._run, args=(attached,), name="kvprefetch-pin", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(attached, slab), name="kvprefetch-pin", daemon=True)
         self._thread.start()
-        if lease is not None and not self._settled.wait(TIMEOUT_S):
+        if slab is not None and not self._settled.wait(TIMEOUT_S):
             self._give_up()
 
     @property
     def address(self) -> int:
         return 0 if self._memory is None else self._memory.address
-
-    @cached_property
-    def rows(self) -> Rows:
-        """The device slots as an array, for device memory that the host can address."""
-        flat = (ctypes.c_uint8 * (self.slots * self._slot_bytes)).from_address(self.address)
-        return np.ctypeslib.as_array(flat).reshape(self.slots, self._slot_bytes)
 
     def tick(self) -> None:
         """Warn once when the GPU does not answer."""
@@ -98,10 +87,10 @@ class DeviceCache:
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self, attached: Attached) -> None:
+    def _run(self, attached: Attached, slab: int | None) -> None:
         registered: list[int] = []
         try:
-            self._map(attached)
+            self._map(attached, slab)
             self._pin(registered)
         except Exception as error:  # of any kind: the memory is given back below
             text = "kvprefetch: cannot pin staging: pinned_slots=%d slots=%d: %s"
@@ -109,41 +98,34 @@ class DeviceCache:
         self._ending.wait()
         for address in registered:
             self._give_back(self._device.unregister, address)
-        self._let_go()
+        if self._memory is not None:
+            self._give_back(self._memory.close)
 
-    def _map(self, attached: Attached) -> None:
+    def _map(self, attached: Attached, slab: int | None) -> None:
         """Decide whether there is a slab; a late one is given back at once."""
-        memory: Memory | None = None
-        handle = b""
+        memory: SharedMemory | None = None
         try:
-            if self._lease is not None:
-                memory, handle = self._open(attached)
+            if slab is not None:
+                memory = self._open(attached, slab)
         except DeviceError as error:
             # As text: a log handler that keeps the error would keep the session, by its traceback.
             log.warning("kvprefetch: no staging in device memory: %s", str(error))
         finally:
             with self._lock:
                 late = self._settled.is_set()
-                self._memory = memory
                 if memory is not None and not late:
-                    self.slots, self.handle = attached.device_slots, handle
+                    self._memory, self.slots = memory, attached.device_slots
                 self._settled.set()
-            if late or memory is None:
-                self._let_go()
+        if late and memory is not None:
+            self._give_back(memory.close)
 
-    def _open(self, attached: Attached) -> tuple[Memory, bytes]:
-        """Return the slab, and the handle of one that we allocated. Raises DeviceError."""
-        size = attached.device_slots * attached.slot_bytes
-        calls.check((self._device.uuid,), TIMEOUT_S)
-        with calls.to((self._device.uuid,)):
-            if attached.device_handle:
-                return self._device.open(bytes.fromhex(attached.device_handle), size), b""
-            memory = self._device.allocate(exported_bytes(size))
-            try:
-                return memory, memory.handle()
-            except DeviceError:
-                memory.close()
-                raise
+    def _open(self, attached: Attached, slab: int) -> SharedMemory:
+        try:
+            calls.check((self._device.uuid,), TIMEOUT_S)
+            with calls.to((self._device.uuid,)):
+                return self._device.open(slab, attached.device_slots * attached.slot_bytes)
+        finally:
+            os.close(slab)
 
     def _pin(self, registered: list[int]) -> None:
         base = self._rows.ctypes.data
@@ -155,18 +137,6 @@ class DeviceCache:
                 self._device.register(base + offset, size)
             registered.append(base + offset)
             self.pinned = min(len(self._rows), (offset + size) // self._slot_bytes)
-
-    def _let_go(self) -> None:
-        """Free the slab: the lease ends after our mapping, and our own allocation after the daemon's (lease.py)."""
-        lease, self._lease = self._lease, None
-        memory, self._memory = self._memory, None
-        if lease is None:
-            return
-        if self.handle:
-            wait_for_end(lease)
-        if memory is not None:
-            self._give_back(memory.close)
-        lease.close()
 
     def _give_back(self, how: Callable[..., None], *values: int) -> None:
         try:

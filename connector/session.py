@@ -7,6 +7,7 @@ view stands on it any more.
 
 from __future__ import annotations
 
+import os
 import socket
 import weakref
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ..shmring.credits import CreditTaker
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
-from ..shmring.gpu.device import Device
+from ..shmring.gpu.cuda import Device
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState
 from ..shmring.ring import Producer
@@ -87,9 +88,9 @@ class WorkerSession:
     """
 
     def __init__(
-        self, attached: Attached, segment: Segment, device: Device | None = None, lease: socket.socket | None = None
+        self, attached: Attached, segment: Segment, device: Device | None = None, slab: int | None = None
     ) -> None:
-        """Take over `segment` and `lease`. Raises SegmentCorrupt."""
+        """Take over `segment` and `slab`, the descriptor of the device slots. Raises SegmentCorrupt."""
         if attached.slot_bytes * attached.slot_count > attached.segment_bytes or attached.slot_bytes == 0:
             raise SegmentCorrupt(
                 f"slots do not fit the segment: slot_bytes={attached.slot_bytes} slot_count={attached.slot_count} "
@@ -103,12 +104,12 @@ class WorkerSession:
         segment.close()  # its descriptor; `rows` keeps the memory mapped
         self.device_cache: DeviceCache | None = None
         if device is not None:
-            self.device_cache = DeviceCache(device, self.rows, attached, lease)
+            self.device_cache = DeviceCache(device, self.rows, attached, slab)
             # Not at the process's end: the driver gives everything back then, and the interpreter would stop the thread
-            # in the middle of cupy's code.
+            # in the middle of a call.
             weakref.finalize(self, self.device_cache.end).atexit = False
-        elif lease is not None:
-            lease.close()
+        elif slab is not None:
+            os.close(slab)
 
     @classmethod
     def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerSession:
@@ -117,21 +118,17 @@ class WorkerSession:
         Without device slots, where they cannot be mapped; `mapped` reports it.
         """
         _check_fds(fds, 2 if attached.device_slots else 1)
-        lease = socket.socket(fileno=fds[1]) if attached.device_slots else None
+        slab = fds[1] if attached.device_slots else None
         with ExitStack() as undo:
-            if lease is not None:
-                undo.callback(lease.close)
+            if slab is not None:
+                undo.callback(os.close, slab)
             undo.callback((segment := Segment(fds[0], attached.segment_bytes)).close)
-            made = cls(attached, segment, device, lease)
+            made = cls(attached, segment, device, slab)
             undo.pop_all()
         return made
 
     def mapped(self) -> Mapped:
-        if self.device_cache is None:
-            return Mapped(epoch=self.epoch)
-        return Mapped(
-            epoch=self.epoch, device=self.device_cache.slots > 0, device_handle=self.device_cache.handle.hex()
-        )
+        return Mapped(epoch=self.epoch, device=self.device_cache is not None and self.device_cache.slots > 0)
 
     def tick(self, now_ns: int) -> None:
         """Check that the GPU answers, about once a second; only the scheduler's session has a heartbeat word."""

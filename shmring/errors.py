@@ -10,4 +10,4 @@ class SegmentError(OSError):
 
 
 class DeviceError(Exception):
-    """A call to CUDA or cupy failed; the text is one line."""
+    """A call to CUDA failed; the text is one line."""

@@ -17,6 +17,8 @@ from .errors import SegmentError
 POPULATE_BYTES = 128 << 20
 RELEASE_BYTES = 16 << 20  # of a large mapping at a time, about a millisecond
 MFD_NOEXEC_SEAL = 8  # linux/memfd.h; with vm.memfd_noexec=2 nothing else is allowed
+MPOL_PREFERRED = 1  # linux/mempolicy.h
+NUMA_NODES = 1024
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 _madvise = ctypes.CDLL(None).madvise  # mmap.madvise would hold the interpreter's lock
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -82,6 +84,20 @@ class Segment:
         segment = cls(fd, size_bytes, populate=False)
         segment._advise(0, size_bytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages refuses it
         return segment
+
+    def prefer(self, node: int) -> bool:
+        """Take pages that are filled from now on from this NUMA node, while it has some; False where that is refused.
+
+        libnuma has the call; Mooncake needs that library, so a daemon has it.
+        """
+        nodes = (ctypes.c_ulong * (NUMA_NODES // 64))()
+        nodes[node // 64] = 1 << node % 64
+        try:
+            mbind = ctypes.CDLL("libnuma.so.1").mbind
+        except OSError:
+            return False
+        start, length = ctypes.c_void_p(self.address), ctypes.c_ulong(self.size_bytes)
+        return bool(mbind(start, length, MPOL_PREFERRED, nodes, ctypes.c_ulong(NUMA_NODES), 0) == 0)
 
     def fill(self, start: int, stop: int) -> None:
         """Reserve the memory of bytes [start, stop) and map its pages, without the interpreter's lock.

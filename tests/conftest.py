@@ -1,4 +1,4 @@
-"""What all tests share: the record of what they show; those that need a CUDA device are skipped without one."""
+"""What all tests share: the record of what they show, the order of files, and files that lack a package."""
 
 import contextlib
 import os
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.shmring.errors import DeviceError
-from kvprefetch.shmring.gpu import cuda
 from tests.support import shown
 
 # Packages of `make setup` that `make check` does without.
@@ -98,11 +96,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = spread(items)
     for item in items:
         item.user_properties += [("shows", astuple(each)) for each in shown.shown_by(item)]
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
-        return
-    try:
-        cuda.uuid_of("cuda", 0)
-    except DeviceError as error:
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason=f"no CUDA device: {error}"))

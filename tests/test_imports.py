@@ -30,9 +30,10 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
 COMPAT = "connector/compat.py"
 # The driver's calls, and advice to the kernel, read and write no shared word: ctypes is kept out for these.
 MESSAGES = tuple(f"shmring/wire/{name}.py" for name in ("attach", "admin", "codec", "checks"))
+GPU = tuple(f"shmring/gpu/{name}.py" for name in ("cuda", "driver", "legacy"))
 ALSO = {
     **{name: {"pydantic"} for name in MESSAGES},
-    **{name: {"ctypes"} for name in ("shmring/segment.py", "shmring/gpu/driver.py")},
+    **{name: {"ctypes"} for name in ("shmring/segment.py", *GPU)},
     "connector/examine.py": {"huggingface_hub"},
 }
 # Packages with a border of their own: only these files may import them, whatever the folder allows.

@@ -25,8 +25,7 @@ ALLOWED: dict[str, int] = {
     "tests/connector/test_refused_features.py": 2,
     "tests/daemon/cli/test_help.py": 2,
     "tests/e2e/probes.py": 2,
-    "tests/gpu/test_copies.py": 2,
-    "tests/shmring/gpu/test_cuda.py": 1,
+    "tests/gpu/side.py": 1,
     "benchmarks/cuda.py": 2,
 }
 

@@ -92,9 +92,6 @@ class DaemonConfig(BaseModel):
     device_margin: Annotated[Size, _within(0, 1 << 42)] = Field(
         default=2 << 30, description="bytes of a GPU's free memory that staging leaves alone"
     )
-    device_owner: Literal["daemon", "engine"] = Field(
-        default="daemon", description="who allocates staging on a GPU: daemon or engine"
-    )
     save_share: Annotated[float, BeforeValidator(_number)] = Field(
         default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves"
     )
@@ -160,7 +157,7 @@ class DaemonConfig(BaseModel):
 # Keys that SIGHUP changes: those of `NEXT_ATTACH` for engines that attach later, the others of `RELOADABLE` at once.
 # Any other key needs a restart.
 NEXT_ATTACH = frozenset(
-    {"staging", "device_staging", "device_margin", "device_owner", "save_share", "wasted_share", "hint_ring", "chunk"}
+    {"staging", "device_staging", "device_margin", "save_share", "wasted_share", "hint_ring", "chunk"}
 )
 RELOADABLE = NEXT_ATTACH | frozenset(
     {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces"}

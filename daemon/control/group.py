@@ -130,7 +130,6 @@ class Group:
         message = attached(
             segment_bytes=segment.size_bytes,
             slot_bytes=memory.staging.block_bytes[rank],
-            device_handle=device.handle(rank) if device is not None else "",
             live_epochs=self.engine().scheduler.live_epochs,
         )
-        return message, [segment.fd, *([device.lease(rank)] if device is not None else [])]
+        return message, [segment.fd, *([device.descriptor(rank)] if device is not None else [])]

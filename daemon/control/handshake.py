@@ -201,6 +201,8 @@ class Handshake:
                     send_message(peer.sock, attached, fds)
                     peer.handed = True
             group.waits_to_be_handed = False
+            if epoch.memory.device is not None:
+                epoch.memory.device.hang_up()
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:  # one of them died just now
                 self._log.debug("peer.lost", engine=epoch.engine.engine_id, error=str(error))

@@ -101,7 +101,7 @@ class Epoch(EpochCalls):
         if (device := self.memory.device) is not None:
             self._steps(self.promotions.close(), None)
             device.hang_up()
-            self._start(Kind.COPY, device.unpin, lambda _: None)
+            self._start(Kind.COPY, device.close, lambda _: None)
         for request in [each for each in self.planner.requests.values() if each.announced is None]:
             self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.blocks.waste_rest()

@@ -324,8 +324,7 @@ class EpochCalls(EpochParts):
         elif job.kind == "pin" and error:
             self._log.warning("device.unpinned", error=error)
         elif job.kind == "open" and self._promoter.ready and self.memory.device is not None:
-            device = self.memory.device
-            self._log.info("device.ready", device_slots=device.slots, owner=device.allocator)
+            self._log.info("device.ready", device_slots=self.memory.device.slots)
         self._device_off(off)
         self._carry_on()
 

@@ -104,6 +104,9 @@ class EngineMemory:
             undo.callback(staging.close)
             if device is not None:
                 device.follow(staging)
+                for segment, node in zip(staging.segments, device.nodes, strict=True):
+                    if node >= 0:
+                        segment.prefer(node)
             control = Segment.create(layout.total_bytes)
             undo.callback(control.close)
             layout.write(control.buffer)
@@ -168,5 +171,4 @@ def device_staging(config: DaemonConfig, engine: EngineInfo) -> DeviceStaging:
         uuids,
         budget_bytes=config.device_staging,
         margin_bytes=config.device_margin,
-        allocator=config.device_owner,
     )

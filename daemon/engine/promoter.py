@@ -39,7 +39,7 @@ class Promoter:
 
     def __init__(self, device: DeviceStaging | None, promotions: Promotions) -> None:
         self._device, self._promotions = device, promotions
-        self._handles: list[str] | None = None  # the device is to be opened with them
+        self._mapped = False  # the device is to be opened
         self._pieces: deque[tuple[int, int, int]] = deque()  # of host staging, to be pinned
         self._pinning = False
         self._copying = 0
@@ -47,26 +47,23 @@ class Promoter:
         self._off = device is None
 
     def start(self, workers: Sequence[Mapped]) -> Steps[str]:
-        """All ranks mapped the epoch. `workers` say whether they have device slots, and their handle if they export.
+        """All ranks mapped the epoch, and `workers` say whether they have device slots.
 
         Returns why the device is off from now on, if it is.
         """
-        if self._device is None:
-            return ""
-        self._device.hang_up()
         for rank, mapped in enumerate(workers):
-            if not mapped.device or bool(mapped.device_handle) != (self._device.allocator == "engine"):
+            if self._device is not None and not mapped.device:
                 return (yield from self._end(f"a worker has no device slots: rank={rank}"))
-        self._handles = [mapped.device_handle for mapped in workers]
+        self._mapped = True
         return ""
 
     def next_job(self) -> Steps[DeviceJob | None]:
         """Return what to do now: get ready, then pin one piece after the other, with copies in between."""
         if self._off or self._device is None:
             return None
-        if self._handles is not None:
-            handles, self._handles = self._handles, None
-            return DeviceJob("open", partial(self._device.open, handles))
+        if self._mapped:
+            self._mapped = False
+            return DeviceJob("open", self._device.open)
         if self.ready and self._pieces and not self._pinning:
             self._pinning = True
             return DeviceJob("pin", partial(self._device.pin, *self._pieces.popleft()))

@@ -1,30 +1,41 @@
-"""CUDA through cupy: find a GPU by UUID, allocate, export, import, register host memory, copy, launch.
+"""A GPU through cupy: found by UUID, its memory allocated, exported and imported, host memory registered, work queued.
 
-The first question about a CUDA device imports cupy; the first method of a Device makes the CUDA context.  Only raw
-runtime calls are used: cupy's memory pools would keep memory that others map, and the asynchronous allocator's memory
-has no IPC handle.  Calls that may take long while cupy holds the interpreter's lock go to the driver (driver.py).
+Not tried on hardware yet: the code rests on CUDA's documentation, and tests run it on a fake driver
+(tests/support/fakecuda), which keeps CUDA's rules.  The device is current per thread, so each call sets it first.
+Only raw calls of cupy are used: its memory pools would keep memory that others map.  Other calls: driver.py.
 
-The code rests on CUDA's documentation: `cudaSetDevice` is per thread, so it precedes each call that depends on it.  An
-IPC handle names a whole allocation, and `cudaMalloc` may cut small ones from a larger one, so an exported allocation is
-a multiple of 2 MiB and begins at one.  The process that made a handle cannot open it.  With unified addressing,
-registered host memory has the same address on the device.
-
-Tests replace `devices` by a provider of host memory.
+Memory for another process has a descriptor, which carries the right to map it; the memory lives until every process
+has given up its mapping, its handle and its descriptors, or ended.  With unified addressing, registered host memory has
+the same address on the device.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
+import ctypes
+import functools
+import os
+import uuid as uuids
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import DeviceError
-from .device import GRAIN_BYTES, HANDLE_BYTES, Argument, Device, Devices, Event, Kernel, Memory, Stream
-from .driver import Driver
+from . import driver
+from .device import GRAIN_BYTES
+from .legacy import LegacyMemory
+
+PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
+PCI = Path("/sys/bus/pci/devices")
+
+Argument = npt.NDArray[np.void]
+
+_devices: dict[str, Device] = {}
 
 
+@functools.cache
 def _cupy() -> Any:
     try:
         import cupy
@@ -37,151 +48,176 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]
 
 
-def _checked(what: str, function: Callable[..., Any], *values: Any) -> Any:
-    """Call cupy; any error becomes a DeviceError that begins with `what`."""
-    try:
-        return function(*values)
-    except Exception as error:
-        raise DeviceError(f"{what}: {_line(error)}") from error
+def uuid_of(index: int) -> str:
+    """Return the UUID of torch's `cuda:index`, of a MIG instance its own. Makes no context. Raises DeviceError."""
+    driver.call("cuInit", 0)
+    raw = (ctypes.c_ubyte * 16)()
+    driver.call("cuDeviceGetUuid_v2", raw, index)  # the first version gives all instances of a GPU its UUID
+    return str(uuids.UUID(bytes=bytes(raw)))
 
 
-def _uuid(runtime: Any, index: int) -> str:
-    # cupy reads the 16 bytes as a C string and drops those after a zero, in every process alike.
-    raw = bytes(_checked("cudaGetDeviceProperties", runtime.getDeviceProperties, index)["uuid"])
-    return str(uuid.UUID(bytes=raw[:16].ljust(16, b"\0")))
-
-
-class CudaDevices:
-    """The devices that this process may see. Reading a UUID makes no CUDA context."""
-
-    def __init__(self) -> None:
-        self._driver = Driver()
-        self._opened: dict[str, CudaDevice] = {}
-
-    def open(self, uuid: str) -> Device:
-        if (opened := self._opened.get(uuid)) is not None:
-            return opened  # do not ask the other devices again: one of them may hang
-        runtime = _cupy().cuda.runtime
-        self._driver.init()
-        count = _checked("cudaGetDeviceCount", runtime.getDeviceCount)
-        found = [index for index in range(count) if _uuid(runtime, index) == uuid]
+def open_device(uuid: str) -> Device:
+    """Return the device with this UUID. Raises DeviceError."""
+    if uuid not in _devices:  # later the other devices are not asked again: one of them may hang
+        driver.call("cuInit", 0)
+        count = driver.asked("cuDeviceGetCount")
+        found = [index for index in range(count) if uuid_of(index) == uuid]
         if len(found) != 1:
             raise DeviceError(f"not exactly one device has this UUID: uuid={uuid} found={len(found)} devices={count}")
-        return self._opened.setdefault(uuid, CudaDevice(found[0], uuid, self._driver))
-
-    def uuid_of(self, kind: str, index: int) -> str:
-        if kind != "cuda":
-            return ""
-        runtime = _cupy().cuda.runtime
-        self._driver.init()
-        return _uuid(runtime, index)
+        _devices[uuid] = Device(found[0], uuid)
+    return _devices[uuid]
 
 
-class CudaDevice:
-    """A device by its index in this process."""
+class Device:
+    """One GPU. Any thread may call it; each call makes it the thread's current device, and may raise DeviceError.
 
-    def __init__(self, index: int, uuid: str, driver: Driver) -> None:
-        self.index, self.uuid, self.driver = index, uuid, driver
-        self._started = False
-        self.cupy = _cupy()
+    Its context, some 100 MB of the GPU's memory, stays for the life of the process, as CUDA's runtime has it.
+    """
+
+    def __init__(self, index: int, uuid: str) -> None:
+        self.index, self.uuid, self.cupy = index, uuid, _cupy()
         self.runtime = self.cupy.cuda.runtime
-        properties = _checked("cudaGetDeviceProperties", self.runtime.getDeviceProperties, index)
-        self.processors = int(properties["multiProcessorCount"])
-        same = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-        self._same_addresses = bool(_checked("cudaDeviceGetAttribute", self.runtime.deviceGetAttribute, same, index))
+        self.processors = driver.attribute(driver.PROCESSORS, index)
+        self._same_addresses = driver.attribute(driver.SAME_ADDRESSES, index)
+        self._descriptors = driver.attribute(driver.DESCRIPTORS, index)
+        driver.asked("cuDevicePrimaryCtxRetain", index)  # the slow part of the first cudaSetDevice
 
     def make_current(self) -> None:
-        """Make the device current for this thread, and its context the first time. Raises DeviceError."""
-        if not self._started:
-            self.driver.start(self.index)
-            self._started = True
-        _checked("cudaSetDevice", self.runtime.setDevice, self.index)
+        """Make this the calling thread's device."""
+        self.call("setDevice", self.index)
 
-    def call(self, what: str, *values: Any) -> Any:
-        """Call the runtime's `what` with this device current. Raises DeviceError."""
-        self.make_current()
-        return _checked(what, getattr(self.runtime, what), *values)
+    def call(self, name: str, *values: Any) -> Any:
+        """Call cupy's runtime with this device current."""
+        try:
+            self.runtime.setDevice(self.index)
+            return getattr(self.runtime, name)(*values)
+        except Exception as error:
+            raise DeviceError(f"{name}: {_line(error)}") from error
 
     def free_bytes(self) -> int:
+        """Return the device's unused memory, of all processes."""
         self.make_current()
-        return self.driver.free_bytes()
+        total = ctypes.c_size_t()
+        return driver.asked("cuMemGetInfo_v2", ctypes.byref(total))
 
-    def allocate(self, size_bytes: int) -> Memory:
-        return CudaMemory(self, int(self.call("malloc", size_bytes)), size_bytes, ours=True)
+    def numa_node(self) -> int:
+        """Return the NUMA node that the GPU is on; -1 where the kernel does not say."""
+        bus = ctypes.create_string_buffer(32)
+        driver.call("cuDeviceGetPCIBusId", bus, len(bus), self.index)
+        try:
+            return int((PCI / bus.value.decode().lower() / "numa_node").read_text())
+        except (OSError, ValueError):
+            return -1
 
-    def open(self, handle: bytes, size_bytes: int) -> Memory:
-        if len(handle) != HANDLE_BYTES:
-            raise DeviceError(f"handle has another size: bytes={len(handle)} expected={HANDLE_BYTES}")
-        self.make_current()
-        return CudaMemory(self, self.driver.open(handle), size_bytes, ours=False)
+    def allocate(self, size_bytes: int) -> SharedMemory:
+        """Allocate zeroed memory that can be exported."""
+        whole = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        memory = Memory.create(self, whole) if self._descriptors else LegacyMemory.allocate(self, whole)
+        try:
+            self.call("memset", memory.address, 0, whole)  # it may hold another user's KV
+            self.call("streamSynchronize", 0)  # the call before only queues
+        except DeviceError:
+            memory.close()
+            raise
+        return memory
+
+    def open(self, descriptor: int, size_bytes: int) -> SharedMemory:
+        """Map memory of so many bytes that another process exported; the descriptor stays the caller's."""
+        whole = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        return (Memory if self._descriptors else LegacyMemory).imported(self, descriptor, whole)
 
     def register(self, address: int, size_bytes: int) -> None:
+        """Pin whole pages of host memory, and give the device access at the same address; blocks until that is done."""
         if not self._same_addresses:
-            raise DeviceError("hostRegister: this device does not use the host's addresses for registered memory")
-        portable, mapped = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
-        self.call("hostRegister", address, size_bytes, portable | mapped)
+            raise DeviceError("hostRegister: the device does not use the host's addresses for registered memory")
+        self.call("hostRegister", address, size_bytes, PORTABLE | MAPPED)
 
     def unregister(self, address: int) -> None:
+        """Undo `register` of exactly this address. No queued work may use the memory."""
         self.call("hostUnregister", address)
 
     def stream(self) -> Stream:
-        return CudaStream(self)
+        return Stream(self)
 
     def kernel(self, source: str, name: str) -> Kernel:
+        """Load `source`, compiled now or earlier, for this device; `name` is its extern "C" function."""
         self.make_current()
-
-        def load() -> Any:
+        try:
             # RawModule compiles and loads for the current device; its Function keeps the module loaded.
-            return self.cupy.RawModule(code=source, options=("-std=c++17",)).get_function(name).kernel
+            return Kernel(self, self.cupy.RawModule(code=source, options=("-std=c++17",)).get_function(name).kernel)
+        except Exception as error:
+            raise DeviceError(f"kernel {name}: {_line(error)}") from error
 
-        return CudaKernel(self, _checked(f"kernel {name}", load))
 
+class Memory:
+    """Device memory that is mapped here, from `address` on."""
 
-class CudaMemory:
-    """An allocation (`ours`), or a mapping of another process's memory."""
+    def __init__(self, device: Device, handle: int, size_bytes: int) -> None:
+        """Map the memory of a handle, and take over the handle. Raises DeviceError."""
+        self._device, self._handle, self.size_bytes = device, handle, size_bytes
+        with ExitStack() as undo:
+            undo.callback(driver.call, "cuMemRelease", handle)
+            self.address = driver.asked("cuMemAddressReserve", size_bytes, 0, 0, 0)
+            undo.callback(driver.call, "cuMemAddressFree", self.address, size_bytes)
+            driver.call("cuMemMap", self.address, size_bytes, 0, handle, 0)
+            undo.callback(driver.call, "cuMemUnmap", self.address, size_bytes)
+            access = driver.Access(device.index)
+            driver.call("cuMemSetAccess", self.address, size_bytes, ctypes.byref(access), 1)
+            self._undo = undo.pop_all()
 
-    def __init__(self, device: CudaDevice, address: int, size_bytes: int, *, ours: bool) -> None:
-        self._device, self._ours, self._closed = device, ours, False
-        self.address, self.size_bytes = address, size_bytes
+    @classmethod
+    def create(cls, device: Device, size_bytes: int) -> Memory:
+        device.make_current()
+        wanted = driver.Allocation(device.index)
+        return cls(device, driver.asked("cuMemCreate", size_bytes, ctypes.byref(wanted), 0), size_bytes)
 
-    def handle(self) -> bytes:
-        if not self._ours or self._closed or self.size_bytes % GRAIN_BYTES or self.address % GRAIN_BYTES:
-            raise DeviceError(
-                f"only whole allocations can be exported: address={self.address:#x} bytes={self.size_bytes} "
-                f"both multiples of {GRAIN_BYTES}"
-            )
+    @classmethod
+    def imported(cls, device: Device, descriptor: int, size_bytes: int) -> Memory:
+        device.make_current()
+        handle = driver.asked("cuMemImportFromShareableHandle", descriptor, driver.POSIX_DESCRIPTOR)
+        return cls(device, handle, size_bytes)
+
+    def export(self) -> int:
+        """Return a new descriptor, which another process opens. Raises DeviceError."""
         self._device.make_current()
-        return self._device.driver.handle(self.address)
+        descriptor = driver.asked("cuMemExportToShareableHandle", self._handle, driver.POSIX_DESCRIPTOR, 0)
+        os.set_inheritable(descriptor, False)
+        return descriptor
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._ours:
-            self._device.call("free", self.address)
-        else:
-            self._device.make_current()
-            self._device.driver.close(self.address)
+        """Give it up, once; nothing here may use the address any more. Raises DeviceError."""
+        self._device.make_current()
+        self._undo.close()
 
 
-class CudaStream:
-    """A stream without synchronisation with the default stream."""
+SharedMemory = Memory | LegacyMemory
 
-    def __init__(self, device: CudaDevice) -> None:
+
+class Stream:
+    """Work in order, beside all other work; for one thread at a time."""
+
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self.pointer = int(device.call("streamCreateWithFlags", device.runtime.streamNonBlocking))
-        self._default_kind = device.runtime.memcpyDefault
-        self._events: set[CudaEvent] = set()
+        device.make_current()
+        self.pointer = driver.asked("cuStreamCreate", device.runtime.streamNonBlocking)
+        self._events: set[Event] = set()
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        self._device.call("memcpyAsync", target, source, size_bytes, self._default_kind, self.pointer)
+        """Queue a copy between two addresses of device memory or registered host memory.
+
+        From unregistered host memory the call returns only after the read, to it only after the write.
+        """
+        kind = self._device.runtime.memcpyDefault
+        self._device.call("memcpyAsync", target, source, size_bytes, kind, self.pointer)
 
     def record(self) -> Event:
-        event = CudaEvent(self._device, self._events)
+        """Return the point behind everything queued so far."""
+        event = Event(self._device, self._events)
         self._device.call("eventRecord", event.pointer, self.pointer)
         return event
 
     def close(self) -> None:
+        """Finish the queued work, then destroy the stream and its events."""
         pointer, self.pointer = self.pointer, 0
         if not pointer:
             return
@@ -190,20 +226,20 @@ class CudaStream:
         finally:
             for event in list(self._events):
                 event.destroy()
-            self._device.call("streamDestroy", pointer)
+            driver.call("cuStreamDestroy_v2", pointer)
 
 
-class CudaEvent:
-    """An event; it is destroyed after its wait, or with its stream."""
+class Event:
+    """A point in a stream; it is destroyed after its wait, or with its stream."""
 
-    def __init__(self, device: CudaDevice, alive: set[CudaEvent]) -> None:
-        runtime = device.runtime
-        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+    def __init__(self, device: Device, alive: set[Event]) -> None:
         self._device, self._alive = device, alive
+        flags = device.runtime.eventDisableTiming | device.runtime.eventBlockingSync
         self.pointer = int(device.call("eventCreateWithFlags", flags))
         alive.add(self)
 
     def wait(self) -> None:
+        """Wait for the point without spinning."""
         if self.pointer:
             try:
                 self._device.call("eventSynchronize", self.pointer)
@@ -217,17 +253,18 @@ class CudaEvent:
             self._device.call("eventDestroy", pointer)
 
 
-class CudaKernel:
-    """A function of a loaded module, launched through the driver, so that a launch packs nothing anew."""
+class Kernel:
+    """A function of a loaded module, with one parameter, a structure by value."""
 
-    def __init__(self, device: CudaDevice, function: Any) -> None:
+    def __init__(self, device: Device, function: Any) -> None:
         self._device, self._function = device, function
         self._launch, self._set_device = device.cupy.cuda.driver.launchKernel, device.runtime.setDevice
         self._argument: Argument | None = None
         self._pointer = np.zeros(1, np.uint64)
-        self._array = self._pointer.ctypes.data
+        self._array = int(self._pointer.ctypes.data)
 
     def launch(self, grid: int, threads: int, argument: Argument, stream: int) -> None:
+        """Queue `grid` blocks of `threads`; the caller may change `argument` afterwards."""
         if argument is not self._argument:
             # The driver takes an array of pointers to the parameters, and copies the parameters before it returns.
             self._argument, self._pointer[0] = argument, argument.ctypes.data
@@ -236,17 +273,3 @@ class CudaKernel:
             self._launch(self._function.ptr, grid, 1, 1, threads, 1, 1, 0, stream, self._array, 0)
         except Exception as error:
             raise DeviceError(f"cuLaunchKernel: {_line(error)}") from error
-
-
-# The provider; tests replace it.
-devices: Devices = CudaDevices()
-
-
-def open_device(uuid: str) -> Device:
-    """Return the device with this UUID. Raises DeviceError."""
-    return devices.open(uuid)
-
-
-def uuid_of(kind: str, index: int) -> str:
-    """Return the UUID of torch's device `kind:index`; "" for a kind without device memory. Raises DeviceError."""
-    return devices.uuid_of(kind, index)

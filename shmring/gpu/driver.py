@@ -1,72 +1,91 @@
-"""CUDA driver calls that may take long and that cupy would make under the interpreter's lock.
+"""Calls into the CUDA driver that cupy has no function for, or that take long and hold the interpreter's lock there.
 
-cupy 13.6 to 14.2 (`cupy_backends/cuda/api/runtime.pyx`) keeps the lock in `cudaGetDeviceCount`, which starts the
-driver, `cudaSetDevice`, which makes a context, `cudaGetDeviceProperties`, `cudaMemGetInfo` and the calls about memory
-handles.  A daemon's main loop or an engine's step would stand meanwhile, for ever where the device is lost.  ctypes
-gives up the lock.
+cupy 13.6 to 14.2 (`cupy_backends/cuda/api/runtime.pyx`) has no memory by descriptor and cuts a UUID at a zero byte.  It
+keeps the lock in calls that start the driver, make contexts and streams, ask for free memory, or open legacy handles.
+ctypes gives up the lock.  A driver whose device is lost may never return from a call, so the callers run each where
+nothing else waits for it (calls.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from ctypes import c_int, c_ubyte, c_uint64
 from typing import Any
 
 from ..errors import DeviceError
-from .device import HANDLE_BYTES
 
-LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+LIBRARY = "libcuda.so.1"
+POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+# Of CUdevice_attribute.
+PROCESSORS, SAME_ADDRESSES, DESCRIPTORS = 16, 91, 103
 
 
-class Driver:
-    """libcuda, loaded at the first call. All but `init` and `start` need a current context; all raise DeviceError."""
+class Location(ctypes.Structure):
+    """CUmemLocation: memory of a device."""
 
-    def __init__(self, name: str = "libcuda.so.1") -> None:
-        self._name = name
-        self._library: ctypes.CDLL | None = None
+    _fields_ = (("type", c_int), ("device", c_int))
 
-    def init(self) -> None:
-        """Start the driver; the first start may wake every GPU of the machine."""
-        self._call("cuInit", ctypes.c_uint(0))
+    def __init__(self, device: int) -> None:
+        super().__init__(type=1, device=device)  # CU_MEM_LOCATION_TYPE_DEVICE
 
-    def start(self, index: int) -> None:
-        """Make the device's primary context (as `cudaSetDevice`) for the life of the process."""
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.init()
-        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
 
-    def free_bytes(self) -> int:
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
+class Allocation(ctypes.Structure):
+    """CUmemAllocationProp: of memory that is exported as a descriptor."""
 
-    def handle(self, address: int) -> bytes:
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
-        return bytes(handle.bytes)
+    _fields_ = (
+        ("type", c_int),
+        ("handles", c_int),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", c_ubyte * 8),
+    )
 
-    def open(self, handle: bytes) -> int:
-        """Map memory that another process exported, and return its address."""
-        address, flags = ctypes.c_uint64(), ctypes.c_uint(LAZY_PEER_ACCESS)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
-        return address.value
+    def __init__(self, device: int) -> None:
+        # CU_MEM_ALLOCATION_TYPE_PINNED
+        super().__init__(type=1, handles=POSIX_DESCRIPTOR, location=Location(device))
 
-    def close(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def _call(self, name: str, *values: Any) -> None:
-        try:
-            if self._library is None:
-                self._library = ctypes.CDLL(self._name)
-            function = getattr(self._library, name)
-        except (OSError, AttributeError) as error:
-            raise DeviceError(f"{self._name}: {error}".split("\n", 1)[0]) from error
-        code = int(function(*values))
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(text))
-            raise DeviceError(f"{name}: {(text.value or b'unknown').decode()}: code={code}")
+class Access(ctypes.Structure):
+    """CUmemAccessDesc: a device may read and write."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+    def __init__(self, device: int) -> None:
+        super().__init__(location=Location(device), flags=3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class LegacyHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", c_ubyte * 64),)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(LIBRARY)
+
+
+def call(name: str, *values: Any) -> None:
+    """Call the function; integers are passed with 64 bits, which those of 32 bits end in. Raises DeviceError."""
+    try:
+        function = getattr(_library(), name)
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"{LIBRARY}: {error}".split("\n", 1)[0]) from error
+    code = int(function(*(c_uint64(value) if isinstance(value, int) else value for value in values)))
+    if code:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(code, ctypes.byref(text))
+        raise DeviceError(f"{name}: {(text.value or b'unknown').decode()}: code={code}")
+
+
+def asked(name: str, *values: Any) -> int:
+    """Call a function whose first parameter says where the one number goes that it answers with; return that."""
+    found = c_uint64()
+    call(name, ctypes.byref(found), *values)
+    return found.value
+
+
+def attribute(number: int, index: int) -> int:
+    """Return a CUdevice_attribute of a device. Raises DeviceError."""
+    return asked("cuDeviceGetAttribute", number, index)

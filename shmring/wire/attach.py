@@ -14,8 +14,6 @@ HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
 # Names the weights of an engine since its last reset, in its keys; empty: those of its start.
 Weights = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-# A CUDA IPC memory handle: 64 bytes in hexadecimal digits, or none.
-Handle = Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")]
 
 
 class GroupInfo(Packet):
@@ -116,13 +114,10 @@ class Refused(Packet):
 
 
 class Attached(Packet):
-    """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment, lease).
+    """All processes said hello. Descriptors: scheduler (control segment, doorbell), worker (staging segment, slab).
 
-    Only with device slots there is a lease, one end of a socket pair. The importer of the handle closes it after
-    unmapping, and then the slab's allocator frees the slab.
-
-    Slots [0, slot_count) lie in the staging segment. Slots [slot_count, slot_count + device_slots) lie in device
-    memory: that of `device_handle`, or, with an empty one, memory that the worker allocates and exports.
+    Slots [0, slot_count) are in the staging segment, and slots [slot_count, slot_count + device_slots) in the slab, the
+    device memory behind the second descriptor, which comes only with device slots.
     """
 
     type: Literal["attached"] = "attached"
@@ -131,21 +126,18 @@ class Attached(Packet):
     slot_count: int = Field(ge=1, le=(1 << 32) - 1)
     slot_bytes: int = Field(ge=0)
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
-    device_handle: Handle = ""
     live_epochs: list[int] = Field(default_factory=list)  # of the scheduler's hello
 
 
 class Mapped(Packet):
     """The process mapped its descriptors; when all did, the daemon becomes ACTIVE in the control segment.
 
-    `device`: the worker has the device slots too, in its own memory if it sends a handle. Only when every worker has
-    them may a load order name one.
+    `device`: the worker has the device slots too. Only when every worker has them may a load order name one.
     """
 
     type: Literal["mapped"] = "mapped"
     epoch: int = Field(ge=1)
     device: bool = False
-    device_handle: Handle = ""
 
 
 class Reset(Packet):

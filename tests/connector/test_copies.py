@@ -1,11 +1,11 @@
-"""A step's copies from every place a slot can be in: with the copy kernel run on the CPU, and plainly."""
+"""A step's copies from every place a slot can be in: by the copy kernel on the fake driver, and plainly."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import mmap
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,281 +20,290 @@ from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
-from tests.support.host_device import UUID, HostDevice, HostDevices
+from tests.support import fakecuda
+from tests.support.fakecuda.torch import FakeStreams, array
 from tests.support.layouts import caches
+
+pytestmark = fakecuda.needs_fake
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = ["vllm", "mooncake", "pydantic", "structlog", "hypothesis", "kvprefetch.shmring._atomics"]
-SIZES = {"L": 3, "B": 64, "H": 2, "N": 4, "C": 8}
+SIZES = {"L": 4, "B": 64, "H": 2, "N": 4, "C": 64}  # a slot has a page, so that some may be pinned without the others
 HOST, DEVICE = 20, 12
 
 
-class FakeEvent:
-    """Logs the streams that recorded it; done when the test says so."""
+class Recorded:
+    """A kernel that remembers the blocks of threads of its launches."""
 
-    def __init__(self, log: list[Any]) -> None:
-        self.log, self.done, self.waited = log, True, False
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.grids = kernel, list[int]()
 
-    def record(self, stream: Any) -> None:
-        self.log.append(("record", self, stream))
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.waited = self.done = True
-
-
-class FakeStream:
-    """Says what was asked of it."""
-
-    cuda_stream = 1
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-        self.synchronized = 0
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(("wait", event, self))
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-
-class FakeStreams:
-    """torch's streams without a GPU: whatever is queued is done at once."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.compute, self.side = FakeStream(self.log), FakeStream(self.log)
-
-    def current(self) -> FakeStream:
-        return self.compute
-
-    def use(self, stream: FakeStream) -> contextlib.AbstractContextManager[None]:
-        self.log.append(("use", None, stream))
-        return contextlib.nullcontext()
-
-    def event(self) -> FakeEvent:
-        return FakeEvent(self.log)
-
-    def on_device(self, data: Any) -> torch.Tensor:
-        return torch.from_numpy(data.copy())
+    def launch(self, grid: int, *values: Any) -> None:
+        self.grids.append(grid)
+        self._kernel.launch(grid, *values)
 
 
 class World:
-    """A paged cache and a session with slots of random bytes in host and device memory."""
+    """A paged cache and a session with slots of random bytes in host and device memory, `pinned` of them pinned."""
 
     def __init__(self, layout: str = "LBNHC", pinned: int = HOST) -> None:
-        self.caches = caches(layout, sizes=SIZES)
+        fakecuda.machine()
+        self.device = cuda.open_device(fakecuda.UUID)
+        self.streams = FakeStreams(self.device)
+        self.caches = caches(layout, sizes=SIZES, allocate=self.streams.allocate)
         self.paged = PagedCache(self.caches, list(self.caches), SIZES["B"])
-        self.device = HostDevice(64 << 20, UUID)
+        assert self.paged.block_bytes == mmap.PAGESIZE
         random = np.random.default_rng(0)
-        self.rows = random.integers(0, 256, (HOST, self.paged.block_bytes), np.uint8)
-        memory = self.device.allocate(GRAIN_BYTES)
-        near = random.integers(0, 256, (DEVICE, self.paged.block_bytes), np.uint8)
-        cache: Any = SimpleNamespace(slots=DEVICE, pinned=pinned, address=memory.address, rows=near)
-        flat = (ctypes.c_uint8 * near.nbytes).from_address(memory.address)
-        np.ctypeslib.as_array(flat)[:] = near.reshape(-1)
+        self.map = mmap.mmap(-1, HOST * mmap.PAGESIZE)
+        self.rows = np.frombuffer(self.map, np.uint8).reshape(HOST, -1)
+        self.rows[:] = random.integers(0, 256, self.rows.shape, np.uint8)
+        self.pinned = pinned
+        if pinned:
+            self.device.register(self.rows.ctypes.data, pinned * mmap.PAGESIZE)
+        self.memory = self.device.allocate(DEVICE * mmap.PAGESIZE)
+        near = array(self.memory.address, DEVICE * mmap.PAGESIZE).reshape(DEVICE, -1)
+        near[:] = random.integers(0, 256, near.shape, np.uint8)
+        cache = SimpleNamespace(slots=DEVICE, pinned=pinned, address=self.memory.address)
         self.all = np.concatenate([self.rows, near])
         self.session: Any = SimpleNamespace(epoch=7, rows=self.rows, device_cache=cache)
-        self.streams: Any = FakeStreams()
 
-    def copies(self, kind: str) -> Copies:
+    def copies(self, kind: str = "kernel") -> Any:
         if kind == "plain":
             return PlainCopies(self.paged)
-        return CudaCopies(self.paged, self.device, self.streams)
+        streams: Any = self.streams
+        copies = CudaCopies(self.paged, self.device, streams)
+        for launcher in {copies.few, copies.many}:
+            launcher.kernel = Recorded(launcher.kernel)  # type: ignore[assignment]
+        return copies
+
+    def run(self, copies: Copies, *orders: Any, **options: Any) -> None:
+        """Run the copies of a step, and wait for them."""
+        fence = copies.run(orders, **options)
+        if fence is not None:
+            fence.synchronize()
+            assert fence.query()
 
     def value(self, block: int) -> Any:
         row = np.zeros((1, self.paged.block_bytes), np.uint8)
         self.paged.save(row, [0], [block])
         return row[0]
 
-    def grids(self, copies: Copies) -> list[int]:
-        """Blocks of threads of each launch, but those that only load the kernels."""
-        assert isinstance(copies, CudaCopies)
-        kernels: Any = [launcher.kernel for launcher in (copies.few, *{copies.many} - {copies.few})]
-        return [grid for kernel in kernels for grid in kernel.grids[1:]]
+    def grids(self, copies: Any) -> list[int]:
+        return [grid for launcher in (copies.few, *{copies.many} - {copies.few}) for grid in launcher.kernel.grids]
 
-    def launches(self, copies: Copies) -> int:
+    def launches(self, copies: Any) -> int:
         return len(self.grids(copies))
 
+    def close(self) -> None:
+        self.streams.synchronize()
+        if self.pinned:
+            self.device.unregister(self.rows.ctypes.data)
+        self.memory.close()
+        self.streams.close()
 
-@pytest.mark.parametrize("kind", ["plain", "kernel"])
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., World]]:
+    """make(…): a World, which is closed at the end of the test; nothing of it stays on the GPU."""
+    made: list[World] = []
+
+    def one(**options: Any) -> World:
+        made.append(World(**options))
+        return made[-1]
+
+    yield one
+    for world in made:
+        world.close()
+    assert fakecuda.machine().left() == {}
+
+
+@pytest.fixture
+def world(make: Callable[..., World]) -> World:
+    return make()
+
+
+def test_slots_are_loaded_plainly_from_host_memory(world: World) -> None:
+    slots, blocks = [3, 0, 19], [63, 5, 1]
+    world.run(world.copies("plain"), checked(world.paged, world.session, slots, blocks))
+    for slot, block in zip(slots, blocks, strict=True):
+        assert (world.value(block) == world.all[slot]).all()
+
+
 @pytest.mark.parametrize("pinned", [0, 7, HOST])
 @pytest.mark.parametrize("count", [1, 30])
-def test_slots_are_loaded_wherever_they_lie(kind: str, pinned: int, count: int) -> None:
-    world = World(pinned=pinned)
+def test_slots_are_loaded_wherever_they_lie(make: Callable[..., World], pinned: int, count: int) -> None:
+    world = make(pinned=pinned)
     slots = [int(n) for n in np.random.default_rng(count).permutation(HOST + DEVICE)[:count]]
     blocks = list(range(SIZES["B"] - count, SIZES["B"]))
     before = world.value(0)
-    copies = world.copies(kind)
-    copy = checked(world.paged, world.session, slots, blocks)
-    fence = copies.run([copy])
-    assert fence is None or fence.query()
+    copies = world.copies()
+    world.run(copies, checked(world.paged, world.session, slots, blocks))
     for slot, block in zip(slots, blocks, strict=True):
         assert (world.value(block) == world.all[slot]).all()
     assert (world.value(0) == before).all()
-    if kind == "kernel":
-        direct = [slot for slot in slots if slot < pinned or slot >= HOST]
-        assert world.launches(copies) == (1 if direct else 0)
+    direct = [slot for slot in slots if slot < pinned or slot >= HOST]
+    assert world.launches(copies) == (1 if direct else 0)
 
 
 @pytest.mark.parametrize(("slot", "launches"), [(6, 1), (7, 0), (HOST - 1, 0), (HOST, 1)])
-def test_the_kernel_never_touches_host_slots_that_are_not_pinned(slot: int, launches: int) -> None:
-    world = World(pinned=7)
-    copies = world.copies("kernel")
-    copies.run([checked(world.paged, world.session, [slot], [0])])
+def test_the_kernel_never_touches_host_slots_that_are_not_pinned(
+    make: Callable[..., World], slot: int, launches: int
+) -> None:
+    """The fake driver would end the process."""
+    world = make(pinned=7)
+    copies = world.copies()
+    world.run(copies, checked(world.paged, world.session, [slot], [0]))
     assert (world.value(0) == world.all[slot]).all()
     assert world.launches(copies) == launches
 
 
 @pytest.mark.parametrize("kind", ["plain", "kernel"])
 @pytest.mark.parametrize("pinned", [0, 7, HOST])
-def test_blocks_are_saved_into_host_slots(kind: str, pinned: int) -> None:
-    world = World(pinned=pinned)
+def test_blocks_are_saved_into_host_slots(make: Callable[..., World], kind: str, pinned: int) -> None:
+    world = make(pinned=pinned)
     slots, blocks = [0, 19, 7, 6, 3], [63, 0, 5, 9, 2]
     expected = [world.value(block) for block in blocks]
     untouched = world.rows[1].copy()
-    world.copies(kind).run([checked(world.paged, world.session, slots, blocks, save=True)], save=True)
+    world.run(world.copies(kind), checked(world.paged, world.session, slots, blocks, save=True), save=True)
     for slot, value in zip(slots, expected, strict=True):
         assert (world.rows[slot] == value).all()
     assert (world.rows[1] == untouched).all()
 
 
-def test_a_steps_orders_are_one_launch() -> None:
-    world = World()
-    copies = world.copies("kernel")
+def test_a_steps_orders_are_one_launch(world: World) -> None:
+    copies = world.copies()
     orders = [checked(world.paged, world.session, [n, HOST + n], [2 * n, 2 * n + 1]) for n in range(DEVICE)]
-    copies.run(orders)
+    world.run(copies, *orders)
     assert world.launches(copies) == 1
     for n in range(DEVICE):
         assert (world.value(2 * n) == world.all[n]).all()
         assert (world.value(2 * n + 1) == world.all[HOST + n]).all()
 
 
-def test_orders_of_two_epochs_are_two_launches() -> None:
-    world, other = World(), World()
+def test_orders_of_two_epochs_are_two_launches(make: Callable[..., World]) -> None:
+    world, other = make(), make()
     other.session.epoch = 8
     other.rows[:] = 255 - world.rows
-    copies = world.copies("kernel")
-    copies.run(
-        [
-            checked(world.paged, one.session, [3, HOST + 1], [block, block + 1])
-            for one, block in ((world, 0), (other, 10), (world, 20), (other, 30))
-        ]
-    )
+    copies = world.copies()
+    orders = [
+        checked(world.paged, one.session, [3, HOST + 1], [block, block + 1])
+        for one, block in ((world, 0), (other, 10), (world, 20), (other, 30))
+    ]
+    world.run(copies, *orders)
     assert world.launches(copies) == 2
     for block, one in ((0, world), (10, other), (20, world), (30, other)):
         assert (world.value(block) == one.rows[3]).all()
         assert (world.value(block + 1) == one.all[HOST + 1]).all()
 
 
-def load_many(world: World, count: int) -> tuple[int, int]:
-    """Load so many blocks; the launches of each kernel."""
-    copies: Any = world.copies("kernel")
+def load_many(world: World, copies: Any, count: int) -> tuple[int, int]:
+    """Load so many blocks; return the launches of each kernel."""
     slots = [n % (HOST + DEVICE) for n in range(count)]
-    copies.run([checked(world.paged, world.session, slots, range(count))])
+    world.run(copies, checked(world.paged, world.session, slots, range(count)))
     assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
-    few, many = (len(launcher.kernel.grids) - 1 for launcher in (copies.few, copies.many))
-    return few, many
+    return len(copies.few.kernel.grids), len(copies.many.kernel.grids)
 
 
 @pytest.mark.parametrize(("count", "launches"), [(7, (1, 0)), (8, (0, 1)), (30, (0, 1)), (31, (0, 2)), (64, (0, 3))])
 def test_a_launch_takes_what_its_argument_holds(
-    monkeypatch: pytest.MonkeyPatch, count: int, launches: tuple[int, int]
+    world: World, monkeypatch: pytest.MonkeyPatch, count: int, launches: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
     monkeypatch.setattr(cuda_copy, "WIDE_BLOCKS", 30)
-    assert load_many(World(), count) == launches
+    assert load_many(world, world.copies(), count) == launches
 
 
 def test_a_driver_that_takes_no_large_argument_gets_several_small_ones(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
-    world = World()
     make = world.device.kernel
 
     def kernel(source: str, name: str) -> Any:
-        made = make(source, name)
         if f"{cuda_copy.WIDE_BLOCKS}u" in source:
-
-            def launch(*values: Any) -> None:
-                raise DeviceError("cuLaunchKernel: made to fail")
-
-            monkeypatch.setattr(made, "launch", launch)
-        return made
+            raise DeviceError("cuLaunchKernel: made to fail")
+        return make(source, name)
 
     monkeypatch.setattr(world.device, "kernel", kernel)
     with caplog.at_level("INFO"):
-        assert load_many(world, 30) == (5, 5), "one and the same"
+        assert load_many(world, world.copies(), 30) == (5, 5), "one and the same"
     assert "no more than 7 blocks" in caplog.text
 
 
-def test_nothing_is_left_to_be_loaded_at_the_first_step() -> None:
+def test_nothing_is_left_to_be_loaded_at_the_first_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels are launched when they are made, with nothing to do."""
-    world = World()
-    before = world.value(0)
-    copies: Any = world.copies("kernel")
-    assert [launcher.kernel.grids for launcher in (copies.few, copies.many)] == [[1], [1]]
+    before, kernels = world.value(0), list[Recorded]()
+    make = world.device.kernel
+
+    def kernel(source: str, name: str) -> Any:
+        kernels.append(Recorded(make(source, name)))
+        return kernels[-1]
+
+    monkeypatch.setattr(world.device, "kernel", kernel)
+    world.copies()
+    assert [each.grids for each in kernels] == [[1], [1]]
+    world.streams.synchronize()
     assert (world.value(0) == before).all()
 
 
-def test_what_reads_host_memory_beside_a_forward_leaves_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reads_host_memory_beside_a_forward_leaves_it_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copy, "BESIDE_BLOCKS", 3)
-    world = World()
     world.device.processors = 100
-    copies = world.copies("kernel")
+    copies = world.copies()
     near, far = list(range(HOST, HOST + DEVICE)), list(range(DEVICE))
     for slots in (near, far):
         for beside in (False, True):
-            copies.run([checked(world.paged, world.session, slots, range(DEVICE))], beside=beside)
+            world.run(copies, checked(world.paged, world.session, slots, range(DEVICE)), beside=beside)
             assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
     full = world.grids(copies)[0]
     assert full > 3
     assert world.grids(copies) == [full, full, full, 3]
 
 
-def test_asynchronous_loads_run_beside_and_behind_the_mark() -> None:
-    world = World()
-    copies, streams = world.copies("kernel"), world.streams
+def busy(world: World) -> None:
+    """Queue work on the compute stream that takes longer than anything beside it."""
+    for _ in range(300):
+        world.device.call("memcpyAsync", world.memory.address, world.memory.address + 64, 64, 4, 0)
+
+
+def test_asynchronous_loads_run_beside_and_behind_the_mark(world: World) -> None:
+    copies = world.copies()
     copies.mark()
-    ((_, mark, where),) = streams.log
-    assert where is streams.compute
-    streams.log.clear()
-    fence = copies.run([checked(world.paged, world.session, [1], [1])], beside=True)
-    assert streams.log == [("wait", mark, streams.side), ("record", fence, streams.side)]
-    streams.log.clear()
+    busy(world)
+    forward = world.streams.event()
+    forward.record(world.streams.compute)
+    world.run(copies, checked(world.paged, world.session, [1], [1]), beside=True)
+    assert not forward.query()
+    assert (world.value(1) == world.all[1]).all()
     # Without a mark of this step: behind everything on the compute stream.
-    copies.run([checked(world.paged, world.session, [1], [1])], beside=True)
-    assert [(what, stream) for what, _, stream in streams.log[:2]] == [
-        ("record", streams.compute),
-        ("wait", streams.side),
-    ]
+    world.run(copies, checked(world.paged, world.session, [2], [2]), beside=True)
+    assert forward.query()
+    assert (world.value(2) == world.all[2]).all()
 
 
-def test_synchronous_loads_and_saves_run_on_the_compute_stream() -> None:
-    world = World()
-    copies, streams = world.copies("kernel"), world.streams
+def test_synchronous_loads_and_saves_run_on_the_compute_stream(world: World) -> None:
+    copies = world.copies()
     for save in (False, True):
-        streams.log.clear()
-        copies.run([checked(world.paged, world.session, [1], [1], save=save)], save=save)
-        assert {stream for _, _, stream in streams.log} == {streams.compute}
+        busy(world)
+        forward = world.streams.event()
+        forward.record(world.streams.compute)
+        world.run(copies, checked(world.paged, world.session, [1], [1], save=save), save=save)
+        assert forward.query()
 
 
-def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    copies = world.copies("kernel")
+def test_the_copies_of_a_step_that_failed_are_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = world.copies()
 
     def fail(*values: Any) -> None:
         raise DeviceError("cuLaunchKernel: made to fail")
 
-    monkeypatch.setattr(copies.few.kernel, "launch", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(copies.few.kernel, "launch", fail)
+    busy(world)
+    forward = world.streams.event()
+    forward.record(world.streams.compute)
     with pytest.raises(DeviceError):
         copies.run([checked(world.paged, world.session, [1], [1])])
-    assert world.streams.compute.synchronized == 1
+    assert forward.query()
 
 
 @pytest.mark.parametrize(
@@ -309,59 +318,39 @@ def test_a_failed_launch_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_lies_outside_is_refused_before_anything_is_copied(
-    slots: list[int], blocks: list[int], save: bool
+    world: World, slots: list[int], blocks: list[int], save: bool
 ) -> None:
     """An address out of bounds would take the whole process's CUDA context with it."""
-    world = World()
     with pytest.raises((IndexError, ValueError)):
         checked(world.paged, world.session, slots, blocks, save=save)
 
 
-def test_slots_of_another_size_are_refused() -> None:
-    world = World()
+def test_slots_of_another_size_are_refused(world: World) -> None:
     session: Any = SimpleNamespace(rows=world.rows[:, :-1], device_cache=None)
     with pytest.raises(ValueError, match="slot size differs"):
         checked(world.paged, session, [0], [0])
 
 
-def test_without_a_device_cache_there_are_no_device_slots() -> None:
-    world = World()
+def test_without_a_device_cache_there_are_no_device_slots(world: World) -> None:
     session: Any = SimpleNamespace(rows=world.rows, device_cache=None)
     with pytest.raises(IndexError):
         checked(world.paged, session, [HOST], [0])
 
 
-@pytest.fixture
-def provider(monkeypatch: pytest.MonkeyPatch) -> HostDevices:
-    devices = HostDevices(64 << 20)
-    monkeypatch.setattr(cuda, "devices", devices)
-    return devices
-
-
-def test_the_cpu_has_no_device_unless_a_test_gives_it_one(
-    provider: HostDevices, caplog: pytest.LogCaptureFixture
-) -> None:
-    paged = World().paged
-    copies, device = copying.for_cache(paged)
-    assert isinstance(copies, PlainCopies)
-    assert device is provider.device
-    cuda.devices = cuda.CudaDevices()
-    assert copying.for_cache(paged)[1] is None
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("fail", ["uuid_of", "open_device"])
-def test_a_device_that_cannot_be_used_is_done_without(
-    provider: HostDevices, fail: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    provider.device.fail.add(fail)
-    copies, device = copying.for_cache(World().paged)
+def test_a_cpu_has_no_device(world: World) -> None:
+    copies, device = copying.for_cache(world.paged)
     assert (type(copies), device) == (PlainCopies, None)
-    assert "made to fail" in caplog.text
+
+
+def test_a_device_that_cannot_be_used_is_done_without(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    paged: Any = SimpleNamespace(device=torch.device("cuda", 7))
+    copies, device = copying.for_cache(paged)
+    assert (type(copies), device) == (PlainCopies, None)
+    assert "no staging in device memory, and copies go block by block: cuDeviceGetUuid" in caplog.text
 
 
 def test_the_tests_on_a_gpu_need_no_more_than_they_say() -> None:
-    """A machine with a GPU may lack everything but torch, cupy, numpy and pytest (docs/BENCHMARKS.md)."""
+    """A machine with a GPU may lack all but torch, cupy, numpy and pytest (docs/BENCHMARKS.md)."""
     code = f"""
 import sys
 for name in {MISSING}:

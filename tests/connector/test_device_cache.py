@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import mmap
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +21,47 @@ import pytest
 from kvprefetch.connector import device_cache as module
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.session import WorkerSession
-from kvprefetch.shmring.errors import SegmentError
+from kvprefetch.shmring.errors import DeviceError, SegmentError
+from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu import device as gpu
-from kvprefetch.shmring.gpu.device import HANDLE_BYTES
+from kvprefetch.shmring.gpu.cuda import Device
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped
-from tests.support.host_device import UUID, HostDevice
+from tests.support.fakecuda import UUID, Machine, descriptors_of, machine, needs_fake
 from tests.support.waiting import eventually
 
+pytestmark = needs_fake
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS, SLOT_BYTES, DEVICE_SLOTS = 5, 6000, 3
-EXPORTER = f"""
-import ctypes, sys
-from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
-from tests.support import host_device
-host_device.install()
-memory = cuda.open_device(host_device.UUID).allocate(GRAIN_BYTES)
-ctypes.memset(memory.address, 42, {DEVICE_SLOTS * SLOT_BYTES})
-print(memory.handle().hex(), flush=True)
-sys.stdin.read()
-"""
+OUT_OF_MEMORY = 2
 
 
 @pytest.fixture
-def device() -> Iterator[HostDevice]:
-    device = HostDevice(64 << 20, UUID)
-    yield device
+def gpus() -> Iterator[Machine]:
+    """The machine, with faults that end with the test; nothing on it is kept."""
+    yield machine()
+    machine().mend()
     gc.collect()
-    eventually(lambda: not any(device.live.values()))
+    eventually(lambda: not threads(), what="the threads' end")
+    eventually(lambda: machine().left() == {}, what=lambda: machine().left())
 
 
-LEASES: list[socket.socket] = []
+@pytest.fixture
+def device(gpus: Machine) -> Device:
+    return cuda.open_device(UUID)
 
 
-@pytest.fixture(autouse=True)
-def leases() -> Iterator[None]:
-    """The daemon's ends are closed at the end of a test."""
-    yield
-    while LEASES:
-        LEASES.pop().close()
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "kvprefetch-pin"]
+
+
+@pytest.fixture
+def slab(device: Device) -> Iterator[Callable[[], int]]:
+    """slab(): a descriptor of memory full of 42s, as the daemon has it."""
+    memory = device.allocate(DEVICE_SLOTS * SLOT_BYTES)
+    ctypes.memset(memory.address, 42, DEVICE_SLOTS * SLOT_BYTES)
+    yield memory.export
+    memory.close()
 
 
 def attached(**changes: Any) -> Attached:
@@ -67,46 +69,42 @@ def attached(**changes: Any) -> Attached:
     return Attached(epoch=3, **{**values, **changes})
 
 
-def session(device: HostDevice | None, message: Attached) -> tuple[WorkerSession, socket.socket | None]:
-    """As mapped from descriptors, and the daemon's end of the lease."""
+def session(device: Device | None, *slab: int) -> WorkerSession:
+    """As mapped from descriptors."""
     segment = Segment.create(SLOTS * SLOT_BYTES)
-    fds = [socket.dup(segment.fd)]
-    mine = None
-    if message.device_slots:
-        mine, theirs = socket.socketpair()
-        LEASES.append(mine)
-        mine.settimeout(10)
-        fds.append(theirs.detach())
+    fds = [os.dup(segment.fd), *slab]
     segment.close()
-    return WorkerSession.map(message, fds, device), mine
+    return WorkerSession.map(attached(device_slots=DEVICE_SLOTS * len(slab)), fds, device)
 
 
 def test_without_a_gpu_there_is_no_device_cache() -> None:
-    made, _ = session(None, attached())
+    made = session(None)
     assert made.device_cache is None
     assert made.mapped() == Mapped(epoch=3)
 
 
-def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_its_lease_let_go() -> None:
-    made, lease = session(None, attached(device_slots=DEVICE_SLOTS, device_handle="00" * 64))
-    assert made.mapped() == Mapped(epoch=3)
-    assert lease is not None
-    assert lease.recv(1) == b""
+def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_let_go(slab: Callable[[], int]) -> None:
+    before = len(descriptors_of(os.getpid()))
+    assert session(None, slab()).mapped() == Mapped(epoch=3)
+    assert len(descriptors_of(os.getpid())) == before
 
 
-def test_host_slots_are_pinned_without_a_slab(device: HostDevice) -> None:
-    made, _ = session(device, attached())
+def test_host_slots_are_pinned_without_a_slab(device: Device) -> None:
+    made = session(device)
     cache = made.device_cache
     assert cache is not None
     assert made.mapped() == Mapped(epoch=3)
     eventually(lambda: cache.pinned == SLOTS)
-    assert device.live["registered"] == 1
+    address = made.rows.ctypes.data
+    with pytest.raises(DeviceError, match="AlreadyRegistered"):
+        device.register(address, SLOTS * SLOT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE)
     del made
     assert cache.join(10)
-    assert device.live["registered"] == 0
+    with pytest.raises(DeviceError, match="NotRegistered"):
+        device.unregister(address)
 
 
-def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_pinned_piece_by_piece(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only whole pieces that are registered count, and an end in the middle gives back what was pinned until then."""
     monkeypatch.setattr(gpu, "PIECE_BYTES", 1)
     rows = np.frombuffer(memoryview(Segment.create(64 * 2048).buffer), np.uint8).reshape(64, 2048)
@@ -128,97 +126,69 @@ def test_slots_are_pinned_piece_by_piece(device: HostDevice, monkeypatch: pytest
     assert cache[0].join(10)
     assert seen == [0, 2, 4, 6, 8]
     assert cache[0].pinned == 10
-    assert device.live["registered"] == 0
 
 
 def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
-    device: HostDevice, caplog: pytest.LogCaptureFixture
+    device: Device, gpus: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.fail.add("register")
+    gpus.plant("cuMemHostRegister_v2", OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING):
-        made, _ = session(device, attached())
+        made = session(device)
         eventually(lambda: bool(caplog.records))
-    assert "cannot pin staging: pinned_slots=0 slots=5: register" in caplog.text
+    assert "cannot pin staging: pinned_slots=0 slots=5: hostRegister: CUDARuntimeError" in caplog.text
     assert made.device_cache is not None
     assert made.device_cache.pinned == 0
 
 
-def test_another_processs_slab_is_mapped_and_the_lease_ends_after_it(device: HostDevice) -> None:
-    pipe = subprocess.PIPE
-    exporter = subprocess.Popen([sys.executable, "-c", EXPORTER], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
-    assert exporter.stdout is not None
-    handle = exporter.stdout.readline().strip()
-    made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
+def test_a_slab_is_mapped_and_given_up_with_its_session(device: Device, slab: Callable[[], int]) -> None:
+    before = len(descriptors_of(os.getpid()))
+    made = session(device, slab())
     assert made.mapped() == Mapped(epoch=3, device=True)
-    assert made.device_cache is not None
-    assert (made.device_cache.slots, made.device_cache.rows.shape) == (DEVICE_SLOTS, (DEVICE_SLOTS, SLOT_BYTES))
-    assert (made.device_cache.rows == 42).all()
-    assert device.live["opened"] == 1
-    assert lease is not None
-    lease.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        lease.recv(1)
-    lease.settimeout(10)
-    made.device_cache.__dict__.pop("rows")
+    cache = made.device_cache
+    assert cache is not None
+    assert cache.slots == DEVICE_SLOTS
+    size = DEVICE_SLOTS * SLOT_BYTES
+    assert ctypes.string_at(cache.address, size) == bytes([42]) * size
     del made
-    assert lease.recv(1) == b""
-    assert device.live["opened"] == 0
-    exporter.communicate()
+    assert cache.join(10)
+    assert len(descriptors_of(os.getpid())) == before
 
 
-def test_a_hundred_attachments_leave_nothing(device: HostDevice) -> None:
+def test_a_hundred_attachments_leave_nothing(device: Device, slab: Callable[[], int]) -> None:
     """Also those that end while their slots are being pinned."""
-    pipe = subprocess.PIPE
-    exporter = subprocess.Popen([sys.executable, "-c", EXPORTER], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
-    assert exporter.stdout is not None
-    handle = exporter.stdout.readline().strip()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors_of(os.getpid()))
     for n in range(100):
-        made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
+        made = session(device, slab())
         cache = made.device_cache
         assert cache is not None
         if n % 2:
             eventually(lambda cache=cache: cache.pinned == SLOTS)  # type: ignore[misc]
         del made
-        assert lease is not None
-        assert lease.recv(1) == b""
         assert cache.join(10)
-        lease.close()
     del cache  # it holds the last segment's mapping
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert not any(device.live.values())
-    exporter.communicate()
+    assert len(descriptors_of(os.getpid())) == before
 
 
-def test_a_slab_of_the_engine_is_freed_only_when_the_daemon_let_go(device: HostDevice) -> None:
-    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
-    answer = made.mapped()
-    assert answer.device
-    assert len(answer.device_handle) == 2 * HANDLE_BYTES
+@pytest.mark.parametrize(
+    "fail", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+)
+def test_a_slab_that_cannot_be_mapped_leaves_the_host_slots(
+    device: Device, gpus: Machine, slab: Callable[[], int], caplog: pytest.LogCaptureFixture, fail: str
+) -> None:
+    descriptor = slab()
+    before = len(descriptors_of(os.getpid()))
+    gpus.plant(fail, OUT_OF_MEMORY)
+    with caplog.at_level(logging.WARNING):
+        made = session(device, descriptor)
+    assert f"no staging in device memory: {fail}: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
+    assert made.mapped() == Mapped(epoch=3)
     cache = made.device_cache
     assert cache is not None
+    assert (cache.slots, cache.address) == (0, 0)
+    eventually(lambda: cache.pinned == SLOTS)
     del made
-    assert not cache.join(0.1)
-    assert device.live["allocated"] == 1
-    assert lease is not None
-    lease.close()
     assert cache.join(10)
-    assert device.live["allocated"] == 0
-
-
-@pytest.mark.parametrize(("fail", "handle"), [("open", "00" * 64), ("allocate", ""), ("handle", "")])
-def test_a_slab_that_cannot_be_had_leaves_the_host_slots(
-    device: HostDevice, caplog: pytest.LogCaptureFixture, fail: str, handle: str
-) -> None:
-    device.fail.add(fail)
-    with caplog.at_level(logging.WARNING):
-        made, lease = session(device, attached(device_slots=DEVICE_SLOTS, device_handle=handle))
-    assert "no staging in device memory" in caplog.text
-    assert made.mapped() == Mapped(epoch=3)
-    assert made.device_cache is not None
-    assert (made.device_cache.slots, made.device_cache.address) == (0, 0)
-    assert lease is not None
-    assert lease.recv(1) == b""
+    assert len(descriptors_of(os.getpid())) == before - 1
 
 
 AT_EXIT = f"""
@@ -227,8 +197,10 @@ atexit.register(time.sleep, 0.3)  # runs after what is registered later, and lea
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.segment import Segment
-from tests.support.host_device import UUID, HostDevice
-device = HostDevice(64 << 20, UUID)
+from kvprefetch.shmring.gpu import cuda
+from tests.support import fakecuda
+fakecuda.load()
+device = cuda.open_device(fakecuda.UUID)
 device.unregister = lambda address: print("unregister", flush=True)
 message = Attached(epoch=3, segment_bytes={SLOTS * SLOT_BYTES}, slot_count={SLOTS}, slot_bytes={SLOT_BYTES})
 segment = Segment.create({SLOTS * SLOT_BYTES})
@@ -239,57 +211,53 @@ print("exit", flush=True)
 """
 
 
-def test_a_process_that_ends_begins_no_calls_into_the_driver() -> None:
+def test_a_process_that_ends_begins_no_calls_into_the_driver(gpus: Machine) -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout, done.stderr) == (0, "exit\n", "")
 
 
 @pytest.fixture
-def gate(device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As long as it is there, what `device.hang` names does not return."""
+def hang(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """hang(call): as long as the returned file is there, this call does not return."""
     monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
-    device.gate = tmp_path / "gate"
-    device.gate.touch()
-    yield device.gate
-    device.gate.unlink(missing_ok=True)
+    return gpus.plant
 
 
-@pytest.mark.parametrize("hang", ["allocate", "handle"])
 def test_a_gpu_that_does_not_answer_leaves_the_host_slots_and_nothing_is_kept_of_it(
-    device: HostDevice, gate: Path, caplog: pytest.LogCaptureFixture, hang: str
+    device: Device, hang: Callable[[str], Path], slab: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also the next attachment does not wait for it, and one after it came back has a slab."""
-    device.hang = {hang}
+    gate = hang("cuMemImportFromShareableHandle")
+    before = len(descriptors_of(os.getpid()))
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+        made = session(device, slab())
     assert time.monotonic() - began < 5
     assert made.mapped() == Mapped(epoch=3)
     assert "no staging in device memory: the GPU does not answer" in caplog.text
-    assert lease is not None
-    lease.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        lease.recv(1)
     with caplog.at_level(logging.WARNING):
-        again, _ = session(device, attached(device_slots=DEVICE_SLOTS))
+        again = session(device, slab())
     assert again.mapped() == Mapped(epoch=3)
     eventually(lambda: "cannot pin staging: pinned_slots=0 slots=5: the GPU does not answer" in caplog.text)
     gate.unlink()
-    lease.settimeout(10)
-    assert lease.recv(1) == b""
-    assert device.live["allocated"] == 0
-    eventually(lambda: made.device_cache is not None and made.device_cache.pinned == SLOTS)
-    last, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    caches = [made.device_cache, again.device_cache]
+    eventually(lambda: caches[0] is not None and caches[0].pinned == SLOTS)
+    last = session(device, slab())
     assert last.mapped().device
-    assert lease is not None
-    lease.close()
+    caches.append(last.device_cache)
+    del made, again, last
+    while caches:
+        cache = caches.pop()
+        assert cache is not None
+        assert cache.join(10)
+    assert len(descriptors_of(os.getpid())) == before
 
 
 def test_a_gpu_that_does_not_answer_while_slots_are_pinned_is_named_once_and_keeps_what_it_may_touch(
-    device: HostDevice, gate: Path, caplog: pytest.LogCaptureFixture
+    device: Device, hang: Callable[[str], Path], slab: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.hang = {"register"}
-    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
+    gate = hang("cuMemHostRegister_v2")
+    made = session(device, slab())
     cache = made.device_cache
     assert cache is not None
     assert made.mapped().device
@@ -303,36 +271,14 @@ def test_a_gpu_that_does_not_answer_while_slots_are_pinned_is_named_once_and_kee
     assert "the GPU does not answer" in caplog.text
     assert "device_slots=3 pinned_slots=0 slots=5" in caplog.text
     del made
-    assert lease is not None
-    lease.close()
     assert not cache.join(0.2)
-    assert device.live["allocated"] == 1
     gate.unlink()
     assert cache.join(10)
 
 
-@pytest.mark.parametrize("hang", ["unregister", "close"])
-def test_a_slab_counts_as_mapped_as_long_as_the_gpu_did_not_say_otherwise(
-    device: HostDevice, gate: Path, hang: str
-) -> None:
-    device.hang = {hang}
-    made, lease = session(device, attached(device_slots=DEVICE_SLOTS))
-    cache = made.device_cache
-    assert cache is not None
-    eventually(lambda: cache.pinned == SLOTS)
-    assert lease is not None
-    lease.shutdown(socket.SHUT_WR)  # the daemon let go
-    del made
-    lease.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        lease.recv(1)
-    gate.unlink()
-    assert cache.join(10)
-
-
-def test_a_lease_that_is_missing_is_an_error() -> None:
+def test_a_descriptor_that_is_missing_is_an_error() -> None:
     segment = Segment.create(SLOTS * SLOT_BYTES)
-    fds = [socket.dup(segment.fd)]
+    fds = [os.dup(segment.fd)]
     segment.close()
     with pytest.raises(SegmentError, match="descriptors are missing"):
         WorkerSession.map(attached(device_slots=1), fds)

@@ -102,7 +102,8 @@ def test_bytes_that_came_from_device_memory_are_counted() -> None:
     session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=None)
     worker.load(KVPrefetchMetadata(loads=[load()]))
     assert (worker.tally.take() or KVPrefetchStats()).data["load_bytes"] == 32
-    session.device_cache = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
+    copies: Any = SimpleNamespace(run=lambda copies, **_: None)
+    worker.copies, session.device_cache = copies, SimpleNamespace(slots=2)
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
     counted = (worker.tally.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)

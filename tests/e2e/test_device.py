@@ -1,4 +1,4 @@
-"""Real engines load from device slots of a host-memory GPU: no death changes tokens, and all memory is given back."""
+"""Real engines load from device slots of a fake GPU: no death changes tokens, and all memory is given back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 from tests.daemon.conftest import starter
 from tests.e2e.conftest import PATIENT, At, Site, hits, served, wait_attached
+from tests.e2e.device_connector import SPREAD
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.auditor import Auditor, ask_daemon, device_memories
-from tests.support.device_daemon import with_device
-from tests.support.host_device import SPREAD
-from tests.support.host_kernel import needs_cxx
+from tests.support import fakecuda
+from tests.support.auditor import Auditor, ask_daemon
 from tests.support.waiting import eventually
 
+pytestmark = fakecuda.needs_fake
 PROMPT_BLOCKS = 16
 PROMPTS = make_prompts(40, 520, seed=71)
 HITS = hits(PROMPTS)
@@ -35,11 +35,12 @@ def right(plain: Engine) -> list[list[int]]:
 
 @pytest.fixture
 def daemons(module_auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
-    """daemons(*extra): one with a GPU of 64 MiB, 2 MiB of it for staging."""
+    """daemons(*extra): one with 2 MiB of a GPU for staging."""
 
     def make(*extra: str) -> Daemon:
         options = ("--device-staging", "2MiB", "--device-margin", "0", *PATIENT, *extra)
-        return with_device(Daemon(memory="256MiB", staging="64MiB", extra=options))
+        environment = fakecuda.machine().environment
+        return Daemon(memory="256MiB", staging="64MiB", extra=options, env=environment)
 
     yield from starter(make)
 
@@ -109,9 +110,9 @@ def kill_engine_under_load(
     assert engine.reset_prefix_cache()
     engine.begin(prompts, max_tokens=8)
     engine.wait_event("first_token")
-    assert device_memories(site.daemon.pid) == engine.spec.tensor_parallel_size
+    assert fakecuda.held_by(site.daemon.pid) == engine.spec.tensor_parallel_size
     engine.kill(worker_rank=worker_rank)
-    eventually(lambda: device_memories(site.daemon.pid) == 0, 30.0, "the device memory given back")
+    eventually(lambda: fakecuda.held_by(site.daemon.pid) == 0, 30.0, "the device memory given back")
     site.assert_idle(20)
     engine.stop()
 
@@ -130,17 +131,16 @@ def test_loads_from_device_slots_give_the_same_tokens_and_nothing_survives_a_kil
 
 @pytest.mark.shows("device cache")
 @pytest.mark.parametrize(
-    ("options", "extra"),
+    "extra",
     [
-        pytest.param((), {"load_mode": "async"}, marks=pytest.mark.stress),
-        (("--device-owner", "engine"), {}),
-        (("--device-owner", "engine"), {"load_mode": "async", "wait_policy": "adaptive"}),
+        pytest.param({"load_mode": "async"}, marks=pytest.mark.stress),
+        {"load_mode": "async", "wait_policy": "adaptive"},
     ],
 )
 def test_loads_from_device_slots_in_every_way(
-    at: At, right: list[list[int]], daemons: Callable[..., Daemon], options: tuple[str, ...], extra: dict[str, Any]
+    at: At, right: list[list[int]], daemons: Callable[..., Daemon], extra: dict[str, Any]
 ) -> None:
-    daemon = daemons(*options)
+    daemon = daemons()
     site = at(daemon)
     engine = site.engine(spec_of(site, **extra))
     if extra.get("wait_policy") == "adaptive":
@@ -149,14 +149,13 @@ def test_loads_from_device_slots_in_every_way(
             site.fresh(engine)
     else:
         # Asynchronous loads are claimed as soon as they are staged, most of them before they reach a device slot.
-        check_loads(site, engine, right, least=1 if "load_mode" in extra else 3 * SLOTS)
+        check_loads(site, engine, right, least=1)
     engine.stop()
-    eventually(lambda: device_memories(daemon.pid) == 0, 20.0, "the device memory given back")
+    eventually(lambda: fakecuda.held_by(daemon.pid) == 0, 20.0, "the device memory given back")
     assert daemon.sigterm(60) == 0
 
 
 @pytest.mark.stress  # three engines of two ranks
-@needs_cxx
 @pytest.mark.parametrize(
     ("spread", "killed"),
     [pytest.param(False, 1, id="one GPU"), pytest.param(True, SCHEDULER, id="a GPU each")],

@@ -18,7 +18,7 @@ from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
 from tests.support.command import kvprefetchd
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(6, 300, seed=81)
 LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 300, seed=82), strict=True)]

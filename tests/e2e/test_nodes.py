@@ -13,7 +13,7 @@ from tests.e2e.elsewhere_connector import WHO
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineError, EngineSpec
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 ELSEWHERE = {"kv_connector_module_path": "tests.e2e.elsewhere_connector"}
 

@@ -19,7 +19,7 @@ from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.engine import Engine, EngineError, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 pytestmark = pytest.mark.stress  # Ray's processes import vLLM anew for each engine: minutes on two cores
 

@@ -22,7 +22,7 @@ from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 pytestmark = pytest.mark.skipif(
     vllm.__version__.startswith("0.31."), reason="vLLM 0.31's CPU build does not run this model"

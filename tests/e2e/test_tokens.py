@@ -15,7 +15,7 @@ from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.support.command import kvprefetchd
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(12, 300, seed=1)
 

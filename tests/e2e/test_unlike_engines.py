@@ -16,7 +16,7 @@ from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(4, 300, seed=2)
 HITS = hits(PROMPTS)

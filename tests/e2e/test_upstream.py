@@ -18,7 +18,7 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
-from tests.support.host_kernel import needs_cxx
+from tests.support.compiler import needs_cxx
 
 OURS_FIRST = make_prompts(4, 300, seed=21)
 UPSTREAM_FIRST = make_prompts(4, 300, seed=22)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import mmap
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from kvprefetch.connector.copies import CudaCopies, TorchStreams, checked  # noqa: E402 - after the check for torch
-from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS  # noqa: E402
-from kvprefetch.connector.device_cache import DeviceCache  # noqa: E402
-from kvprefetch.connector.paged import PagedCache  # noqa: E402
-from kvprefetch.shmring.gpu import device as gpu  # noqa: E402
-from kvprefetch.shmring.gpu.device import Device, exported_bytes  # noqa: E402
-from tests.gpu.peer import pattern  # noqa: E402
-from tests.support.layouts import SERVED, SIZES, caches  # noqa: E402
-from tests.support.waiting import eventually  # noqa: E402
-
-pytestmark = pytest.mark.gpu
+from kvprefetch.connector.copies import checked
+from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS
+from kvprefetch.connector.device_cache import DeviceCache
+from kvprefetch.connector.paged import PagedCache
+from kvprefetch.shmring.gpu import device as gpu
+from kvprefetch.shmring.gpu.cuda import Device
+from tests.gpu.peer import pattern
+from tests.gpu.side import ON_GPU, PinnedCache, kv_caches
+from tests.support.layouts import SERVED, SIZES
+from tests.support.waiting import eventually
 
 SHAPES = {
     "small": SIZES,
@@ -31,8 +28,9 @@ SHAPES = {
     "llama-8b": {"L": 32, "B": 40, "H": 8, "N": 16, "C": 256},
     "llama-70b-tp8": {"L": 80, "B": 40, "H": 1, "N": 16, "C": 256},
 }
+SMALLER = {} if ON_GPU else {"N": 4, "C": 64}  # the fake driver runs one thread of a kernel after the other
+SHAPES |= {name: {**SHAPES[name], **SMALLER} for name in ("llama-8b", "llama-70b-tp8")}
 HOST, NEAR = 9, 6
-A_WHILE = 1_000_000_000  # cycles: some 0.5 s
 
 
 def storage(kv_caches: dict[str, Any]) -> Any:
@@ -43,9 +41,10 @@ def storage(kv_caches: dict[str, Any]) -> Any:
 class World:
     """A paged cache on the GPU, its copy on the CPU, and slots of random bytes in host and device memory."""
 
-    def __init__(self, device: Device, sizes: dict[str, int], layout: str, dtype: Any, pinned: bool = True) -> None:
-        self.caches = caches(layout, dtype, sizes=sizes, device="cuda:0")
-        raw = storage(self.caches).cpu().view(dtype)
+    def __init__(self, on: Any, sizes: dict[str, int], layout: str, dtype: Any, pinned: bool = True) -> None:
+        self.on, device = on, on.device
+        self.caches = kv_caches(layout, dtype, sizes, on)
+        raw = storage(self.caches).cpu().clone().view(dtype)
         self.mirror = {n: raw.as_strided(c.shape, c.stride(), c.storage_offset()) for n, c in self.caches.items()}
         self.paged = PagedCache(self.caches, list(self.caches), sizes["B"])
         self.on_cpu = PagedCache(self.mirror, list(self.mirror), sizes["B"])
@@ -54,16 +53,13 @@ class World:
         self.rows = np.frombuffer(self.map, np.uint8, HOST * slot).reshape(HOST, slot)
         self.random = np.random.default_rng(1)
         self.rows[:] = self.random.integers(0, 256, self.rows.shape, np.uint8)
-        self.lease, theirs = socket.socketpair()
-        attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=slot, device_handle="")
-        self.device_cache = DeviceCache(device, self.rows, attached, theirs)
-        assert self.device_cache.slots == NEAR
+        self.device_cache = PinnedCache(device, self.rows, NEAR)
         self.near = self.random.integers(0, 256, (NEAR, slot), np.uint8)
         stream = device.stream()
         stream.copy(self.device_cache.address, self.near.ctypes.data, self.near.nbytes)
         stream.close()
         self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
-        self.copies = CudaCopies(self.paged, device, TorchStreams(self.paged.device))
+        self.copies = on.copies(self.paged)
         if pinned:
             self.wait_until_pinned()
 
@@ -77,19 +73,17 @@ class World:
         return self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
 
     def assert_equal(self) -> None:
-        torch.cuda.synchronize()
+        self.on.synchronize()
         assert torch.equal(storage(self.caches).cpu(), storage(self.mirror))
 
     def close(self) -> None:
-        torch.cuda.synchronize()
-        self.lease.close()
-        self.device_cache.end()
-        assert self.device_cache.join(30)
+        self.on.synchronize()
+        self.device_cache.close()
 
 
 @pytest.fixture
-def world(device: Device) -> Iterator[World]:
-    made = World(device, SHAPES["llama-70b-tp8"], "LBNHC", torch.bfloat16)
+def world(on: Any) -> Iterator[World]:
+    made = World(on, SHAPES["llama-70b-tp8"], "LBNHC", torch.bfloat16)
     yield made
     made.close()
 
@@ -97,8 +91,8 @@ def world(device: Device) -> Iterator[World]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", SERVED)
-def test_loads_and_saves_are_what_numpy_copies(device: Device, layout: str, shape: str, dtype: Any) -> None:
-    made = World(device, SHAPES[shape], layout, dtype)
+def test_loads_and_saves_are_what_numpy_copies(on: Any, layout: str, shape: str, dtype: Any) -> None:
+    made = World(on, SHAPES[shape], layout, dtype)
     try:
         blocks = [int(n) for n in made.random.permutation(SHAPES[shape]["B"])]
         slots = [int(n) for n in made.random.permutation(HOST + NEAR)][: len(blocks)]
@@ -113,9 +107,9 @@ def test_loads_and_saves_are_what_numpy_copies(device: Device, layout: str, shap
         made.close()
 
 
-def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_load_while_they_are_being_pinned(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PIECE_BYTES", 1)
-    made = World(device, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
+    made = World(on, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
     try:
         rounds = 0
         while made.device_cache.pinned < HOST or rounds < 3:
@@ -128,63 +122,66 @@ def test_slots_load_while_they_are_being_pinned(device: Device, monkeypatch: pyt
 
 def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer: Any) -> None:
     exporter = peer()
-    size = exported_bytes(NEAR * world.paged.block_bytes)
-    handle = exporter.ask("allocate", bytes=size, seed=9)
-    lease, theirs = socket.socketpair()
-    lease.settimeout(30)
-    attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=world.paged.block_bytes, device_handle=handle)
+    size = NEAR * world.paged.block_bytes
+    slab = exporter.ask("allocate", bytes=size, seed=9)
+    attached: Any = SimpleNamespace(device_slots=NEAR, slot_bytes=world.paged.block_bytes)
     pages = mmap.mmap(-1, -(-world.paged.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     rows = np.frombuffer(pages, np.uint8, world.paged.block_bytes).reshape(1, -1)
-    cache = DeviceCache(device, rows, attached, theirs)
+    cache = DeviceCache(device, rows, attached, slab)
     session: Any = SimpleNamespace(epoch=2, rows=rows, device_cache=cache)
-    near = pattern(9, size)[: NEAR * world.paged.block_bytes].reshape(NEAR, -1)
+    near = pattern(9, size).reshape(NEAR, -1)
     world.on_cpu.load(near, [0, 5, 2], [1, 39, 7])
     world.copies.run([checked(world.paged, session, [1, 6, 3], [1, 39, 7])])
     world.assert_equal()
     cache.end()
-    assert lease.recv(1) == b""
     assert cache.join(30)
-    lease.close()
 
 
-def test_asynchronous_loads_run_while_the_forward_runs(world: World, device: Device) -> None:
+def test_asynchronous_loads_run_while_the_forward_runs(world: World) -> None:
     """Whichever of torch's streams they get: only some of them share a hardware queue with the compute stream."""
-    for turn in range(9):
-        world.copies = CudaCopies(world.paged, device, TorchStreams(world.paged.device))
+    for turn in range(9 if ON_GPU else 2):
+        world.copies = world.on.copies(world.paged)
         world.copies.mark()
-        torch.cuda._sleep(A_WHILE)
-        forward = torch.cuda.Event()
-        forward.record()
+        is_busy = world.on.busy()
         world.load([1, HOST], [3 + turn, 4 + turn], beside=True).synchronize()
-        assert not forward.query()
+        assert is_busy()
         world.assert_equal()
 
 
 def test_asynchronous_loads_wait_for_what_came_before_their_step(world: World) -> None:
-    torch.cuda._sleep(A_WHILE)
+    is_busy = world.on.busy()
     world.copies.mark()
     fence = world.load([1, HOST], [3, 4], beside=True)
-    assert not fence.query()
+    fence.synchronize()
+    assert not is_busy()
     world.assert_equal()
-    assert fence.query()
+
+
+def test_a_fence_is_for_its_own_copies(world: World) -> None:
+    """Also when those of another stream are over sooner."""
+    world.copies.mark()
+    world.on.busy()
+    behind = world.load([1], [3])
+    world.load([2], [4], beside=True).synchronize()
+    assert not behind.query()
+    world.assert_equal()
+    assert behind.query()
 
 
 def test_a_captured_graph_sees_what_was_loaded_before_its_replay(world: World) -> None:
-    cache = world.caches["layer.0"]
-    seen = torch.zeros_like(cache[3])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        seen.copy_(cache[3])
+    source = storage(world.caches)
+    seen = world.on.allocate(len(source))
+    replay = world.on.captured(seen, source)
     for slot in (1, HOST + 2, 5):
         world.load([slot], [3])
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(seen.cpu().view(torch.uint8), world.mirror["layer.0"][3].contiguous().view(torch.uint8))
+        replay()
+        world.on.synchronize()
+        assert torch.equal(seen.cpu(), storage(world.mirror))
 
 
 @pytest.mark.parametrize("blocks", [STEP_BLOCKS, STEP_BLOCKS + 1, WIDE_BLOCKS, WIDE_BLOCKS + 1])
-def test_as_many_blocks_as_one_launch_takes_and_more(device: Device, blocks: int) -> None:
-    made = World(device, {**SIZES, "B": blocks}, "LBNHC", torch.bfloat16)
+def test_as_many_blocks_as_one_launch_takes_and_more(on: Any, blocks: int) -> None:
+    made = World(on, {**SIZES, "B": blocks}, "LBNHC", torch.bfloat16)
     try:
         assert made.copies.many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
         made.load([n % (HOST + NEAR) for n in range(blocks)], list(range(blocks)))

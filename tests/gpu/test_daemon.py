@@ -1,6 +1,6 @@
 """The daemon's device cache and a worker in another process: blocks promoted, loaded from either place, given back.
 
-The same on GPUs of host memory and on a GPU; there without vLLM, Mooncake or the daemon's other needs.
+It needs neither vLLM nor Mooncake, nor the daemon's other packages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,23 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
 from kvprefetch.daemon.planning.copies import Move, Steps, carry_out
 from kvprefetch.daemon.planning.promotion import Promotions
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
-from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES, exported_bytes
+from kvprefetch.shmring.gpu.cuda import Device
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES
 from tests.daemon.planning.promoting import request_of
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
-from tests.support.host_device import HostDevices
 
 SLOTS, NEAR = 40, 32
-SLAB_BYTES = exported_bytes(NEAR * SLOT_BYTES)
+SLAB_BYTES = NEAR * SLOT_BYTES
 TIMEOUT_S = 60.0
 
 
@@ -91,27 +87,23 @@ class Log:
 class Rig:
     """A daemon's part of one engine, with the main loop in `until`, and one worker."""
 
-    def __init__(self, kind: str, allocator: str) -> None:
+    def __init__(self, gpu: Device) -> None:
         self.host, self.tables, self.log = Segment(), Tables(), Log()
-        self.sees_slab = (
-            kind == "cuda" or allocator == "daemon"
-        )  # a GPU of host memory knows what its process allocated
-        uuid = cuda.uuid_of(kind, 0)
-        self.gpu = cuda.open_device(uuid)
+        self.gpu = gpu
         self._warm_up()
         self.before = self.gpu.free_bytes()
         staging: Any = self.host
-        self.staging = DeviceStaging([SLOT_BYTES], [uuid], budget_bytes=SLAB_BYTES, margin_bytes=0, allocator=allocator)
+        self.staging = DeviceStaging([SLOT_BYTES], [gpu.uuid], budget_bytes=SLAB_BYTES, margin_bytes=0)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
         self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
         self.promotions = Promotions(SLOTS, NEAR, chunk_blocks=COPY_BYTES // SLOT_BYTES)
         self.promoter = Promoter(self.staging, self.promotions)
-        self.worker = Worker(kind, self.host.fd, self.staging.lease(0), SLOTS, NEAR, self.staging.handle(0))
+        self.worker = Worker(self.host.fd, self.staging.descriptor(0), SLOTS, NEAR)
+        self.staging.hang_up()
         try:
-            hello = self.worker.ask("hello")
-            assert hello["slots"] == NEAR
-            mapped: Any = SimpleNamespace(device=True, device_handle=hello["handle"])
+            assert self.worker.ask("hello") == NEAR
+            mapped: Any = SimpleNamespace(device=True)
             self.off = self.steps(self.promoter.start([mapped]))
             self.until(lambda: self.promoter.ready)
         except BaseException:
@@ -156,29 +148,19 @@ class Rig:
     def end(self) -> None:
         """As the daemon's epoch ends."""
         self.steps(self.promotions.close())
-        self.staging.hang_up()
-        self.pools.start(Call(Kind.COPY, self.staging.unpin, lambda _: None, None, self.caller))
+        self.pools.start(Call(Kind.COPY, self.staging.close, lambda _: None, None, self.caller))
         self.until(lambda: self.caller.running == 0)
-        self.staging.close()
 
     def close(self) -> None:
         """The worker is gone and the epoch ended: nothing is left of either."""
         self.until(lambda: self.before - self.gpu.free_bytes() < SLAB_BYTES // 2)
-        self.until(lambda: not any(getattr(self.gpu, "live", {}).values()))
         assert self.pools.close()
         os.close(self.host.fd)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpu":
-        monkeypatch.setattr(cuda, "devices", HostDevices(64 << 20))
-    return str(request.param)
-
-
-@pytest.fixture(params=["daemon", "engine"])
-def rig(kind: str, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    made = Rig(kind, request.param)
+@pytest.fixture
+def rig(device: Device) -> Iterator[Rig]:
+    made = Rig(device)
     yield made
     made.worker.kill()
     made.end()
@@ -217,44 +199,37 @@ def test_the_slab_is_freed_when_both_sides_let_go(rig: Rig) -> None:
     held = rig.gpu.free_bytes()
     assert rig.worker.ask("load", slots=slots, blocks=blocks) == old[:NEAR]
     rig.worker.ask("end")
-    if rig.sees_slab:
-        rig.until(lambda: rig.gpu.free_bytes() - held >= SLAB_BYTES // 2)
+    rig.until(lambda: rig.gpu.free_bytes() - held >= SLAB_BYTES // 2)
 
 
 def test_a_killed_worker_holds_nothing(rig: Rig) -> None:
-    """Killed between two copies of the daemon's, which hears of it later and copies on where the slab is its own."""
+    """Killed between two copies of the daemon's, which hears of it later and copies on."""
     rig.publish(1, range(4))
     rig.until(lambda: rig.near(1) == 4)
     rig.worker.kill()
-    if rig.staging.allocator == "daemon":
-        rig.publish(2, range(10, 14))
-        rig.until(lambda: rig.near(2) == 4)
+    rig.publish(2, range(10, 14))
+    rig.until(lambda: rig.near(2) == 4)
 
 
-@pytest.mark.gpu
 def test_a_worker_loads_on_from_the_slab_of_a_killed_daemon(peer: Any) -> None:
     """By the copy kernel, again and again; then it unmaps as ever.
 
     In a process of its own: where the driver does not keep the memory, its CUDA context is lost.
     """
-    host, (ours, theirs) = Segment(), socket.socketpair()
-    exporter = peer()
-    handle = exporter.ask("allocate", bytes=SLAB_BYTES, seed=9)
-    worker = Worker("cuda", host.fd, theirs.fileno(), SLOTS, NEAR, handle)
-    theirs.close()
+    host, exporter = Segment(), peer()
+    slab = exporter.ask("allocate", bytes=SLAB_BYTES, seed=9)
+    worker = Worker(host.fd, slab, SLOTS, NEAR)
+    os.close(slab)
     near = pattern(9, SLAB_BYTES)[: NEAR * SLOT_BYTES].reshape(NEAR, -1)
     slots, blocks = list(range(SLOTS, SLOTS + NEAR)), list(range(NEAR))
     try:
-        assert worker.ask("hello")["slots"] == NEAR
+        assert worker.ask("hello") == NEAR
         exporter.kill()
         for _ in range(3):
             assert worker.ask("load", slots=slots, blocks=blocks) == [digest(row) for row in near]
         worker.ask("pinned")
         assert worker.ask("load", slots=[2, SLOTS + 1], blocks=[0, 1]) == [digest(host.rows[2]), digest(near[1])]
         worker.ask("end")
-        ours.settimeout(30)
-        assert ours.recv(1) == b""
     finally:
         worker.kill()
-        ours.close()
         os.close(host.fd)

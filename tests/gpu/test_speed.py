@@ -6,10 +6,9 @@ import datetime
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks import cuda as bench  # noqa: E402 - after the check for torch
+from benchmarks import cuda as bench
 
 pytestmark = pytest.mark.gpu
 

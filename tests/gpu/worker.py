@@ -1,7 +1,7 @@
 """A worker in a process of its own, without vLLM: a rank's paged cache, its device cache, the connector's copies.
 
-`python worker.py KIND SEGMENT_FD LEASE_FD SLOTS DEVICE_SLOTS HANDLE`, KIND `cuda`, or `cpu` for a GPU of host memory.
-It reads orders and writes answers, one JSON object a line.  Needs torch, numpy and, on a GPU, cupy.
+`python worker.py SEGMENT_FD SLAB_FD SLOTS DEVICE_SLOTS`.  It reads orders and writes answers, one JSON object a
+line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import mmap
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvprefetch.connector.copies import CudaCopies, checked, for_cache
+from kvprefetch.connector.copies import checked
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
-from tests.support import host_device
-from tests.support.layouts import caches
+from tests.gpu.side import ON_GPU, kv_caches, side
 from tests.support.waiting import eventually
 
-SIZES = {"L": 8, "B": 40, "H": 8, "N": 16, "C": 512}
+SIZES = {"L": 8, "B": 40, "H": 8, "N": 16, "C": 512 if ON_GPU else 128}
 SLOT_BYTES = SIZES["L"] * SIZES["H"] * SIZES["N"] * SIZES["C"] * 2
 
 
@@ -38,41 +36,34 @@ def digest(value: Any) -> str:
 class Rank:
     """The connector's worker side of an epoch."""
 
-    def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
-        if kind == "cpu":
-            host_device.install()
-        kv_caches = caches("LBNHC", torch.bfloat16, sizes=SIZES, device=kind if kind == "cpu" else f"{kind}:0")
-        self.paged = PagedCache(kv_caches, list(kv_caches), SIZES["B"])
+    def __init__(self, segment: int, slab: int, slots: int, device_slots: int) -> None:
+        on = side()
+        self.synchronize = on.synchronize
+        caches = kv_caches("LBNHC", torch.bfloat16, SIZES, on)
+        self.paged = PagedCache(caches, list(caches), SIZES["B"])
         assert self.paged.block_bytes == SLOT_BYTES
-        self.copies, device = for_cache(self.paged)
-        assert device is not None
-        assert isinstance(self.copies, CudaCopies) is (kind == "cuda")
+        self.copies, device = on.copies(self.paged), on.device
         rows = np.frombuffer(mmap.mmap(segment, 0), np.uint8, slots * SLOT_BYTES).reshape(slots, SLOT_BYTES)
-        attached: Any = SimpleNamespace(device_slots=device_slots, slot_bytes=SLOT_BYTES, device_handle=handle)
-        self.device_cache = DeviceCache(device, rows, attached, socket.socket(fileno=lease))
+        attached: Any = SimpleNamespace(device_slots=device_slots, slot_bytes=SLOT_BYTES)
+        self.device_cache = DeviceCache(device, rows, attached, slab)
         self.session: Any = SimpleNamespace(epoch=1, rows=rows, device_cache=self.device_cache)
 
-    def hello(self) -> dict[str, Any]:
-        return {"slots": self.device_cache.slots, "handle": self.device_cache.handle.hex()}
+    def hello(self) -> int:
+        return self.device_cache.slots
 
     def pinned(self) -> None:
         eventually(lambda: self.device_cache.pinned >= len(self.session.rows), 30, "pinned slots")
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], beside: bool = False) -> list[str]:
         """Load, and read back from the paged cache; what every block holds then."""
-        fence = self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
-        if fence is not None:
-            fence.synchronize()
+        self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside).synchronize()
         values = np.zeros((len(blocks), SLOT_BYTES), np.uint8)
         self.paged.save(values, range(len(blocks)), blocks)
-        if (fence := self.paged.fence()) is not None:
-            fence.synchronize()
+        self.synchronize()
         return [digest(value) for value in values]
 
     def save(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        fence = self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True)
-        if fence is not None:
-            fence.synchronize()
+        self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True).synchronize()
 
     def end(self) -> None:
         """As at the end of the epoch."""
@@ -80,9 +71,8 @@ class Rank:
         assert self.device_cache.join(30)
 
 
-def main(kind: str, *numbers: str) -> None:
-    segment, lease, slots, device_slots = map(int, numbers[:4])
-    rank = Rank(kind, segment, lease, slots, device_slots, numbers[4])
+def main(*numbers: str) -> None:
+    rank = Rank(*map(int, numbers))
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(getattr(rank, order.pop("do"))(**order)), flush=True)
@@ -91,12 +81,12 @@ def main(kind: str, *numbers: str) -> None:
 class Worker:
     """Such a process, from the test's side."""
 
-    def __init__(self, kind: str, segment: int, lease: int, slots: int, device_slots: int, handle: str) -> None:
-        command = [sys.executable, __file__, kind, *map(str, (segment, lease, slots, device_slots)), handle]
+    def __init__(self, segment: int, slab: int, slots: int, device_slots: int) -> None:
+        command = [sys.executable, __file__, *map(str, (segment, slab, slots, device_slots))]
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment, lease), env=environment
+            command, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment, slab), env=environment
         )
 
     def ask(self, do: str, **values: Any) -> Any:

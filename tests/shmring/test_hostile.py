@@ -227,7 +227,7 @@ json_values = st.recursive(
     max_leaves=8,
 )
 TYPES = ["hello", "refused", "attached", "mapped", "reset", "reset_done", "other"]
-FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "device_handle", "device_slots"]
+FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "device_slots"]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -22,6 +22,17 @@ from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.segment import Segment
 
 
+def online_nodes() -> list[int]:
+    """Return this machine's NUMA nodes."""
+    return sorted(int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
+
+
+def numa_line(segment: Segment) -> str:
+    """Return what the kernel says of the segment's mapping."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    return next(line for line in lines if int(line.split()[0], 16) == segment.address)
+
+
 def test_a_segment_is_zeroed_private_unnamed_and_of_its_size() -> None:
     before = {name for name in os.listdir("/dev/shm") if "kvprefetch" in name.replace("kvprefetchd-", "")}
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -223,3 +234,22 @@ def test_what_cannot_be_mapped_is_one_line_and_leaves_no_descriptor() -> None:
         Segment(fd, 1 << 50)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize("node", online_nodes())
+def test_pages_come_from_the_preferred_numa_node(node: int) -> None:
+    """Of this machine's own nodes, as the kernel counts the pages."""
+    segment = Segment.sparse(1 << 20)
+    if not segment.prefer(node):
+        segment.close()
+        pytest.skip("no libnuma here, or mbind is refused")
+    segment.fill(0, 1 << 20)
+    assert f" prefer:{node} " in numa_line(segment)
+    assert f" N{node}=" in numa_line(segment)
+    segment.close()
+
+
+def test_a_numa_node_that_is_not_there_is_refused() -> None:
+    segment = Segment.sparse(4096)
+    assert not segment.prefer(max(online_nodes()) + 1)
+    segment.close()

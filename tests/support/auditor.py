@@ -84,18 +84,6 @@ def control_segments(pid: int) -> list[dict[str, Any]]:
     return list(views.values())
 
 
-def device_memories(pid: int) -> int:
-    """Count the pieces of a test GPU's memory (host_device.py) that a process allocated or mapped."""
-    found: set[int] = set()  # Python's mmap keeps a second descriptor
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if os.readlink(link).startswith("/memfd:kvprefetch-device"):
-                found.add(os.stat(link).st_ino)
-        except OSError:
-            continue
-    return len(found)
-
-
 def ask_daemon(path: str | Path) -> admin.Status:
     """Ask the daemon for its status."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kvprefetch.shmring.doorbell import Doorbell
-from kvprefetch.shmring.gpu.device import exported_bytes
+from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import records
@@ -18,7 +18,6 @@ from kvprefetch.shmring.wire.attach import Attached, Mapped, SchedulerInfo, Work
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
 from tests.support.engine_side import BLOCK_BYTES, EngineSide, EngineSpec
-from tests.support.host_device import HostDevices, HostMemory
 from tests.support.waiting import eventually
 
 __all__ = ["BLOCK_BYTES", "FakeEngine", "answer"]
@@ -38,20 +37,20 @@ def answer(sock: socket.socket, *kinds: type[M]) -> M:
 class FakeEngine(EngineSide):
     """Scheduler and workers of one engine, attached to the daemon behind `path`. `spec`: fields of EngineSpec.
 
-    With `devices` every rank has a GPU, which it shares with the others.
+    With `device`, the UUID of a GPU, every rank has this GPU.
     """
 
     made: ClassVar[list[FakeEngine]] = []  # for the fixture that closes what a failed test left open
 
-    def __init__(self, path: Path, *, attach: bool = True, devices: HostDevices | None = None, **spec: Any) -> None:
+    def __init__(self, path: Path, *, attach: bool = True, **spec: Any) -> None:
         FakeEngine.made.append(self)
-        self.path, self.devices = path, devices
-        self.spec = EngineSpec(**spec, device=devices.device.uuid if devices is not None else "")
+        self.path = path
+        self.spec = EngineSpec(**spec)
+        self.gpu = cuda.open_device(self.spec.device) if self.spec.device else None
         self.disk_blocks: int | None = None  # of the last load: blocks that came from disk
         self.sockets: list[socket.socket] = []
         self.staging: list[Segment] = []
-        self.slabs: list[HostMemory] = []
-        self.leases: list[int] = []
+        self.slabs: list[cuda.SharedMemory] = []
         if attach:
             self.attach()
 
@@ -87,17 +86,13 @@ class FakeEngine(EngineSide):
         send_message(self.scheduler, Mapped(epoch=attached.epoch))
         eventually(lambda: self.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, what="ACTIVE")
 
-    def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
+    def mapped(self, attached: Attached, slabs: list[int]) -> Mapped:
         """Return a worker's answer, once it has its device slots."""
-        self.leases += leases
-        if self.devices is None or not attached.device_slots:
-            return Mapped(epoch=attached.epoch)
-        size = attached.device_slots * attached.slot_bytes
-        if attached.device_handle:
-            self.slabs.append(self.devices.device.open(bytes.fromhex(attached.device_handle), size))
-            return Mapped(epoch=attached.epoch, device=True)
-        self.slabs.append(self.devices.device.allocate(exported_bytes(size)))
-        return Mapped(epoch=attached.epoch, device=True, device_handle=self.slabs[-1].handle().hex())
+        for slab in slabs:
+            if self.gpu is not None:
+                self.slabs.append(self.gpu.open(slab, attached.device_slots * attached.slot_bytes))
+            os.close(slab)
+        return Mapped(epoch=attached.epoch, device=bool(slabs) and self.gpu is not None)
 
     def receive(self, sock: socket.socket) -> tuple[Attached, list[int]]:
         received = receive_message(sock)
@@ -142,9 +137,7 @@ class FakeEngine(EngineSide):
         self.sockets = []
         for slab in self.slabs:
             slab.close()
-        for lease in self.leases:
-            os.close(lease)
-        self.slabs, self.leases = [], []
+        self.slabs = []
         if self.staging:
             self.release()
             self.control.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -15,13 +15,16 @@ def caches(
     dtype: torch.dtype = torch.bfloat16,
     kernel_ratio: int = 1,
     sizes: Mapping[str, int] = SIZES,
-    device: str = "cpu",
+    allocate: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8),
 ) -> dict[str, torch.Tensor]:
-    """Return one tensor per layer, with the allocation's dimensions in the order of `layout`."""
+    """Return one tensor per layer, with the allocation's dimensions in the order of `layout`.
+
+    `allocate`: returns so many bytes, on any device.
+    """
     total = dtype.itemsize
     for size in sizes.values():
         total *= size
-    raw = torch.randint(0, 256, (total,), dtype=torch.uint8, device=device).view(dtype)
+    raw = allocate(total).random_(0, 256).view(dtype)
     strides, step = {}, 1
     for name in reversed(layout):
         strides[name] = step

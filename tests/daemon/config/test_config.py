@@ -55,7 +55,6 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("staging = true", {}, ["staging", "512MiB", "True"]),
         ("allow_uids = [true]", {}, ["allow_uids.0", "number", "True"]),
         ("log_level = 'loud'", {}, ["log_level", "'debug', 'info', 'warning' or 'error'", "'loud'"]),
-        ("device_owner = 'me'", {}, ["device_owner", "'daemon' or 'engine'", "'me'"]),
         ("socket = ''", {}, ["socket", "1 to 107 bytes", "socket=''"]),
         ("", {"SOCKET": ""}, ["1 to 107 bytes", "$KVPREFETCHD_SOCKET"]),
         ("mode = 'maybe'", {}, ["mode", "'maybe'", "'shadow'"]),

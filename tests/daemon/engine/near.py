@@ -1,19 +1,18 @@
-"""What tests of a daemon's device cache share: a daemon with a GPU of host memory, and engines with blocks on it."""
+"""What tests of a daemon's device cache share: a daemon on a machine with fake GPUs, and engines with blocks on one."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import stored
 from tests.lab.daemon import Daemon
+from tests.support import fakecuda
 from tests.support.auditor import ask_daemon
-from tests.support.device_daemon import with_device
 from tests.support.fake_engine import FakeEngine
-from tests.support.host_device import UUID, HostDevices
+from tests.support.fakecuda import UUID
 
 BLOCK = 256 << 10
 DEVICE_SLOTS = (4 << 20) // BLOCK
@@ -21,14 +20,15 @@ Key = tuple[int, int]
 Start = Callable[..., Daemon]
 
 
-def daemon_with(*extra: str, fail: str = "-", gate: str | Path = "-", hang: str = "copy") -> Daemon:
-    """With a GPU of 64 MiB, 4 MiB of it for staging; while the file `gate` exists what `hang` names hangs."""
+def daemon_with(*extra: str) -> Daemon:
+    """With 4 MiB of a GPU for staging."""
     options = ("--device-staging", "4MiB", "--device-margin", "0", "--log-level", "debug", *extra)
-    return with_device(Daemon(memory="64MiB", staging="16MiB", extra=options), fail=fail, gate=gate, hang=hang)
+    environment = fakecuda.machine().environment
+    return Daemon(memory="64MiB", staging="16MiB", extra=options, env=environment)
 
 
 def engine_at(daemon: Daemon, *, on: str = UUID, **options: Any) -> FakeEngine:
-    return FakeEngine(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20, on=on), **options)
+    return FakeEngine(daemon.socket, block_bytes=BLOCK, device=on, **options)
 
 
 def values_of(name: str, count: int, content: str = "") -> dict[bytes, bytes]:

@@ -1,7 +1,9 @@
-"""The device cache of a real daemon with a GPU of host memory: urgent blocks are on it, and no request needs it."""
+"""The device cache of a real daemon with a fake GPU: urgent blocks are on it, and no request needs it."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,11 +34,14 @@ from tests.daemon.engine.near import (
     values_of,
 )
 from tests.lab.daemon import Daemon
-from tests.support.auditor import Auditor, device_memories
+from tests.support.auditor import Auditor
 from tests.support.engine_side import ONE_GROUP, EngineSpec
 from tests.support.fake_engine import FakeEngine
-from tests.support.host_device import UUID, HostDevices
+from tests.support.fakecuda import UUID, Machine, held_by, machine, needs_fake
 from tests.support.waiting import eventually
+
+pytestmark = needs_fake
+OUT_OF_MEMORY, DEVICE_LOST = 2, 999
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +57,14 @@ def daemon() -> Iterator[Daemon]:
 def _device_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "daemon" in request.fixturenames:
-        pid = request.getfixturevalue("daemon").pid
         while FakeEngine.made:
             FakeEngine.made.pop().close()
-        eventually(lambda: device_memories(pid) == 0, what="the memory given back")
+        eventually(lambda: machine().left() == {}, what="everything given back")
 
 
-def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
+@pytest.mark.store
+def test_near_blocks_are_on_the_device_and_loaded_from_there(daemon: Daemon, auditor: Auditor) -> None:
+    """On every rank; a second request finds the copies that the first one left."""
     engine = engine_at(daemon, ranks=2)
     values = values_of("near", 6)
     save(daemon, engine, values)
@@ -71,22 +77,15 @@ def check_near(daemon: Daemon, auditor: Auditor, owner: str) -> None:
     counted = numbers(daemon)
     assert (counted["promoted_blocks"], counted["device_blocks"], counted["loaded_blocks"]) == (6, 12, 12)
     assert counted["device_slots"] == DEVICE_SLOTS // 2, "two ranks share the GPU"
-    assert daemon.records("device.ready")[-1]["owner"] == owner
-
-
-@pytest.mark.store
-def test_near_blocks_are_on_the_device_and_loaded_from_there(daemon: Daemon, auditor: Auditor) -> None:
-    """On every rank; a second request finds the copies that the first one left."""
-    check_near(daemon, auditor, "daemon")
 
 
 @pytest.mark.store
 def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_it_is(
-    start: Start, auditor: Auditor, tmp_path: Path
+    start: Start, auditor: Auditor, gpus: Machine
 ) -> None:
     """As an engine's first requests are, which may wait for minutes."""
-    (gate := tmp_path / "gate").touch()
-    daemon = start("--call-timeout-ms", "60000", gate=gate, hang="stream")
+    daemon = start("--call-timeout-ms", "60000")
+    fault = gpus.plant("cuStreamCreate", pid=daemon.pid)
     engine = engine_at(daemon)
     waiting, asked = values_of("waiting", DEVICE_SLOTS), values_of("asked", DEVICE_SLOTS)
     save(daemon, engine, waiting)
@@ -96,20 +95,12 @@ def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_i
         assert engine.settled(key).count == DEVICE_SLOTS
     engine.ask(keys[1])
     assert daemon.records("device.ready") == []
-    gate.unlink()
+    fault.unlink()
     eventually(lambda: [on_device(engine, key) for key in keys] == [0, DEVICE_SLOTS], what="promotion")
     assert take(engine, keys[1], asked) == DEVICE_SLOTS
     eventually(lambda: on_device(engine, keys[0]) == DEVICE_SLOTS, what="promotion of the other")
     assert take(engine, keys[0], waiting) == DEVICE_SLOTS
     auditor.assert_idle(daemon.pid, daemon.socket)
-
-
-@pytest.mark.store
-def test_the_engine_may_own_the_memory(start: Start, auditor: Auditor) -> None:
-    daemon = start("--device-owner", "engine")
-    check_near(daemon, auditor, "engine")
-    FakeEngine.made[-1].close()
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory unmapped")
 
 
 @pytest.mark.store
@@ -167,26 +158,29 @@ def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
 
 
 @pytest.mark.store
-def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor: Auditor) -> None:
+def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor: Auditor, gpus: Machine) -> None:
     """One line says why; everything is loaded from the host, and nothing of the device is kept."""
-    daemon = start(fail="copy")
+    daemon = start()
+    gpus.plant("cuMemcpyAsync", DEVICE_LOST, pid=daemon.pid)
     engine = engine_at(daemon)
     values = values_of("host", 4)
     save(daemon, engine, values)
     key = engine.hint(list(values))
     engine.settled(key)
-    assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == ["copy: made to fail"]
+    error = "memcpyAsync: CUDARuntimeError: cudaErrorUnknown: code 999 of the driver"
+    assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == [error]
     assert take(engine, key, values) == 0
     assert engine.load(list(values)) == list(values.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
     assert numbers(daemon)["promoted_blocks"] == 0
     engine.close()
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: machine().left() == {}, what=lambda: machine().left())
 
 
 @pytest.mark.store
-def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) -> None:
-    daemon = start(fail="register")
+def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start, gpus: Machine) -> None:
+    daemon = start()
+    gpus.plant("cuMemHostRegister_v2", OUT_OF_MEMORY, pid=daemon.pid)
     engine = engine_at(daemon)
     values = values_of("unpinned", 4)
     save(daemon, engine, values)
@@ -198,8 +192,9 @@ def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start) 
 
 
 @pytest.mark.store
-def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start) -> None:
-    daemon = start(fail="open_device")
+def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start, gpus: Machine) -> None:
+    daemon = start()
+    gpus.plant("cuInit", DEVICE_LOST, pid=daemon.pid)
     values = values_of("cpu", 2)
     engine = FakeEngine(daemon.socket, block_bytes=BLOCK)
     save(daemon, engine, values)
@@ -208,34 +203,37 @@ def test_a_device_is_opened_for_an_engine_that_has_one_and_no_other(start: Start
     assert daemon.records("device.off") == []
     engine = engine_at(daemon)
     assert engine.load(list(values)) == list(values.values())
-    assert [line["error"] for line in daemon.records("device.off")] == ["open_device: made to fail"]
+    assert [line["error"] for line in daemon.records("device.off")] == ["cuInit: CUDA_ERROR_UNKNOWN: code=999"]
     assert numbers(daemon)["device_slots"] == 0
 
 
 @pytest.mark.parametrize(
     ("fail", "options", "words"),
     [
-        ("open_device", {}, "open_device: made to fail"),
-        ("free_bytes", {}, "free_bytes: made to fail"),
-        ("allocate", {}, "allocate: made to fail"),
-        ("handle", {}, "handle: made to fail"),
+        ("cuDevicePrimaryCtxRetain", {}, "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuMemGetInfo_v2", {}, "cuMemGetInfo_v2: CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuMemCreate", {}, "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuMemSetAccess", {}, "cuMemSetAccess: CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuMemsetD8_v2", {}, "memset: CUDARuntimeError: cudaErrorOutOfMemory: code 2 of the driver"),
+        ("cuMemExportToShareableHandle", {}, "cuMemExportToShareableHandle: CUDA_ERROR_OUT_OF_MEMORY"),
         ("", {"device_staging": "1MiB"}, "room=0 block=256KiB device_staging=1MiB device_margin=0"),
-        ("", {"device_margin": "63MiB"}, "room=0 block=256KiB device_staging=4MiB device_margin=63MiB"),
+        ("", {"device_margin": "255MiB"}, "room=0 block=256KiB device_staging=4MiB device_margin=255MiB"),
         ("", {"device_staging": 0}, ""),
     ],
 )
 def test_where_there_can_be_no_device_slots_there_are_host_slots_and_a_reason(
-    monkeypatch: pytest.MonkeyPatch, fail: str, options: dict[str, object], words: str
+    gpus: Machine, monkeypatch: pytest.MonkeyPatch, fail: str, options: dict[str, object], words: str
 ) -> None:
-    devices = HostDevices(64 << 20)
-    devices.device.fail.add(fail)
-    monkeypatch.setattr(cuda, "devices", devices)
+    monkeypatch.setattr(cuda, "_devices", {})  # the first engine on this GPU
+    if fail:
+        gpus.plant(fail, OUT_OF_MEMORY)
     memory = prepared({"staging": "16MiB", "device_staging": "4MiB", "device_margin": 0, **options}, UUID)
     assert (memory.device, memory.layout.device_slots) == (None, 0)
     assert words in memory.device_error
     assert bool(words) == bool(memory.device_error)
     memory.close()
-    eventually(lambda: not any(devices.device.live.values()), what="the memory given back")
+    gpus.mend()
+    eventually(lambda: gpus.left() == {}, what="the memory given back")
 
 
 def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
@@ -257,8 +255,22 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     return done.memory
 
 
-def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "devices", HostDevices(64 << 20))
+def test_staging_is_on_the_numa_node_of_the_gpu(gpus: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the GPU's PCI id; node 0 is on every machine."""
+    (tmp_path / gpus.gpus[0].pci).mkdir()
+    (tmp_path / gpus.gpus[0].pci / "numa_node").write_text("0\n")
+    monkeypatch.setattr(cuda, "PCI", tmp_path)
+    memory = prepared({"staging": "16MiB", "device_staging": "4MiB", "device_margin": 0}, UUID)
+    assert memory.device is not None
+    assert memory.device.nodes == [0]
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (line,) = (each for each in lines if int(each.split()[0], 16) == memory.staging.segments[0].address)
+    assert " prefer:0 " in line or not memory.staging.segments[0].prefer(0), "unless mbind is refused here"
+    memory.close()
+    eventually(lambda: gpus.left() == {}, what="the memory given back")
+
+
+def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory() -> None:
     memory = prepared({"device_margin": 0}, UUID, "")
     assert memory.device is None
     assert memory.device_error == "not every worker has a GPU that staging can use: rank=1"
@@ -268,14 +280,15 @@ def test_a_worker_without_a_gpu_keeps_all_ranks_in_host_memory(monkeypatch: pyte
 class Blind(FakeEngine):
     """Its workers cannot open the slab."""
 
-    def mapped(self, attached: Attached, leases: list[int]) -> Mapped:
-        self.leases += leases
+    def mapped(self, attached: Attached, slabs: list[int]) -> Mapped:
+        for slab in slabs:
+            os.close(slab)
         return Mapped(epoch=attached.epoch)
 
 
 @pytest.mark.store
 def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -> None:
-    engine = Blind(daemon.socket, block_bytes=BLOCK, devices=HostDevices(64 << 20))
+    engine = Blind(daemon.socket, block_bytes=BLOCK, device=UUID)
     values = values_of("blind", 4)
     save(daemon, engine, values)
     assert engine.load(list(values)) == list(values.values())
@@ -285,18 +298,32 @@ def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -
 
 
 @pytest.mark.store
-def test_a_slab_is_freed_only_when_its_importer_let_go(daemon: Daemon) -> None:
-    """Freeing memory that another process has mapped is undefined."""
+def test_a_slab_stays_with_a_worker_that_outlives_its_epoch(daemon: Daemon) -> None:
+    """It may still copy; the daemon keeps nothing of it."""
     engine = engine_at(daemon)
+    values = values_of("outlives", 2)
+    save(daemon, engine, values)
+    key = engine.hint(list(values))
+    engine.settled(key)
+    eventually(lambda: on_device(engine, key) == 2, what="promotion")
+    slots = slots_of(engine, key)
     before = len(daemon.records("engine.detached"))
-    assert device_memories(daemon.pid) == 1
-    for sock in engine.sockets:  # the epoch is over, but a worker may still copy
+    for sock in engine.sockets:  # the epoch is over
         sock.close()
     eventually(lambda: len(daemon.records("engine.detached")) > before, what="the end of the epoch")
-    with pytest.raises(AssertionError, match="freed"):
-        eventually(lambda: device_memories(daemon.pid) == 0, 1.0, "freed")
+    assert held_by(daemon.pid) == 0
+    assert [engine.read(slot) for slot in slots] == list(values.values())
+    assert machine().memories() == 1
     engine.close()
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: machine().left() == {}, what=lambda: machine().left())
+
+
+@pytest.mark.store
+def test_a_slab_has_nothing_of_another_users_kv(daemon: Daemon) -> None:
+    """Whatever was in the memory before."""
+    engine = engine_at(daemon)
+    size = DEVICE_SLOTS * BLOCK
+    assert ctypes.string_at(engine.slabs[0].address, size) == bytes(size)
 
 
 @pytest.mark.store
@@ -308,5 +335,5 @@ def test_attaching_again_and_again_leaves_no_device_memory_behind(daemon: Daemon
             save(daemon, engine, values)
         assert engine.load(list(values)) == list(values.values())
         engine.close()
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: machine().memories() == 0, what="the memory given back")
     auditor.assert_idle(daemon.pid, daemon.socket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,24 @@ from tests.daemon.engine.near import (
     values_of,
 )
 from tests.lab.daemon import Daemon
-from tests.support.auditor import Auditor, ask_daemon, device_memories
+from tests.support.auditor import Auditor, ask_daemon
 from tests.support.fake_engine import FakeEngine
-from tests.support.host_device import UUID, UUIDS
+from tests.support.fakecuda import UUID, UUIDS, Machine, needs_fake
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.store
+pytestmark = [pytest.mark.store, needs_fake]
+Hung = Callable[..., tuple[Daemon, Path]]
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    (gate := tmp_path / "gate").touch()
-    return gate
+def hung(start: Start, gpus: Machine) -> Hung:
+    """hung(call, *options): a daemon in which this call to the first GPU returns once the file is removed."""
+
+    def run(call: str, *options: str) -> tuple[Daemon, Path]:
+        daemon = start(*options)
+        return daemon, gpus.plant(call, device=0, pid=daemon.pid)
+
+    return run
 
 
 HUNG = ("--call-timeout-ms", "1000")
@@ -60,10 +67,10 @@ def hang(daemon: Daemon, engine: FakeEngine, *each: dict[bytes, bytes]) -> list[
 
 
 def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
-    start: Start, auditor: Auditor, gate: Path
+    hung: Hung, gpus: Machine, auditor: Auditor
 ) -> None:
     """No table names its slots, even once it is over; by then other blocks lie in the host slots that it reads."""
-    daemon = start(*HUNG, gate=gate)
+    daemon, gate = hung("copies", *HUNG)
     engine = engine_at(daemon, engine_id="hung")
     held, values = values_of("held", 2), values_of("hung", 4)
     waiting, key = hang(daemon, engine, held, values)
@@ -94,26 +101,24 @@ def test_a_copy_that_hangs_holds_nobody_up_and_takes_nothing_but_its_slots(
     auditor.assert_idle(daemon.pid, daemon.socket)
     assert len(daemon.records("device.off")) == 1
     engine.close()
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: gpus.memories() == 0, what="the memory given back")
 
 
-def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(start: Start, gate: Path) -> None:
-    daemon = start(*HUNG, gate=gate)
+def test_what_a_copy_that_hangs_reads_and_writes_outlives_its_engine(hung: Hung, gpus: Machine) -> None:
+    daemon, gate = hung("copies", *HUNG)
     engine = engine_at(daemon)
     hang(daemon, engine, values_of("hung", 4))
     engine.close()
     eventually(lambda: not ask_daemon(daemon.socket).engines, what="the end of the epoch")
     with pytest.raises(AssertionError, match="freed"):
-        eventually(lambda: device_memories(daemon.pid) == 0 or daemon.records("engine.detached"), 2.0, "freed")
+        eventually(lambda: gpus.memories() == 0 or daemon.records("engine.detached"), 2.0, "freed")
     gate.unlink()
     assert daemon.wait_record("engine.detached") is not None
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: gpus.memories() == 0, what="the memory given back")
 
 
-def test_a_stop_neither_waits_for_a_copy_that_hangs_nor_loses_what_the_disk_has_not(
-    start: Start, gate: Path, tmp_path: Path
-) -> None:
-    daemon = start(*HUNG, "--disk", f"{tmp_path / 'disk'}:256MiB", gate=gate)
+def test_a_stop_neither_waits_for_a_copy_that_hangs_nor_loses_what_the_disk_has_not(hung: Hung, tmp_path: Path) -> None:
+    daemon, gate = hung("copies", *HUNG, "--disk", f"{tmp_path / 'disk'}:256MiB")
     engine = engine_at(daemon)
     values = values_of("hung", 4)
     hang(daemon, engine, values)
@@ -145,10 +150,10 @@ def off(daemon: Daemon, *, count: int = 1) -> str:
 
 
 def test_an_engine_attaches_without_a_gpu_that_gives_no_memory_in_time(
-    start: Start, auditor: Auditor, gate: Path
+    hung: Hung, gpus: Machine, auditor: Auditor
 ) -> None:
     """Nobody else waits; for the next on this GPU it is not asked; afterwards all is as if nothing had been."""
-    daemon = start(gate=gate, hang="allocate")
+    daemon, gate = hung("cuMemCreate")
     before = FakeEngine(daemon.socket, engine_id="before", block_bytes=BLOCK, prefix="before")
     engine = engine_at(daemon, engine_id="hung", attach=False)
     attaching = threading.Thread(target=engine.attach)
@@ -174,16 +179,16 @@ def test_an_engine_attaches_without_a_gpu_that_gives_no_memory_in_time(
         return there
 
     eventually(back, what="the GPU")
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: gpus.memories() == 0, what="the memory given back")
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
-@pytest.mark.parametrize("hang", ["stream", "register"])
+@pytest.mark.parametrize("call", ["cuStreamCreate", "cuMemHostRegister_v2"])
 def test_an_engine_is_served_without_a_gpu_that_stops_answering_once_it_is_attached(
-    start: Start, auditor: Auditor, gate: Path, hang: str
+    hung: Hung, gpus: Machine, auditor: Auditor, call: str
 ) -> None:
     """What comes of it too late is given back when the engine has left, and not before."""
-    daemon = start(*HUNG, gate=gate, hang=hang)
+    daemon, gate = hung(call, *HUNG)
     engine = engine_at(daemon)
     is_served(daemon, engine, "at once")
     assert off(daemon).startswith("the GPU does not answer: it was asked to ")
@@ -195,14 +200,14 @@ def test_an_engine_is_served_without_a_gpu_that_stops_answering_once_it_is_attac
     assert daemon.records("engine.detached") == []
     gate.unlink()
     assert daemon.wait_record("engine.detached") is not None
-    eventually(lambda: device_memories(daemon.pid) == 0, what="the memory given back")
+    eventually(lambda: gpus.memories() == 0, what="the memory given back")
     assert len(daemon.records("device.off")) == 1
     assert len(daemon.records("engine.held")) == 1
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
-def test_a_gpu_that_does_not_answer_at_the_end_keeps_the_engines_memory_and_says_so(start: Start, gate: Path) -> None:
-    daemon = start(*HUNG, gate=gate, hang="unregister")
+def test_a_gpu_that_does_not_answer_at_the_end_keeps_the_engines_memory_and_says_so(hung: Hung) -> None:
+    daemon, gate = hung("cuMemHostUnregister", *HUNG)
     engine = engine_at(daemon)
     values = values_of("pinned", 4)
     save(daemon, engine, values)
@@ -219,8 +224,8 @@ def test_a_gpu_that_does_not_answer_at_the_end_keeps_the_engines_memory_and_says
     assert daemon.wait_record("engine.detached") is not None
 
 
-def test_a_stop_waits_a_deadline_for_a_gpu_that_gives_no_memory(start: Start, gate: Path) -> None:
-    daemon = start(*HUNG, gate=gate, hang="open_device")
+def test_a_stop_waits_a_deadline_for_a_gpu_that_gives_no_memory(hung: Hung) -> None:
+    daemon, _ = hung("cuDevicePrimaryCtxRetain", *HUNG)
     engine_at(daemon)
     began = time.monotonic()
     assert daemon.sigterm(40) == 0

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import kvprefetch.daemon
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire.admin import Warm
 from tests.daemon.engine.epochs import Engine, digest, later_weights, make_epoch
-from tests.support.host_device import UUID, HostDevices
+from tests.support.fakecuda import UUID, machine, needs_fake
 
 MAX_PARAMETERS = 6
 PARTS = ("kvprefetch.daemon.engine.", "kvprefetch.daemon.planning.")
@@ -41,16 +38,17 @@ def kept_callables(thing: Any, name: str, seen: set[int]) -> Iterator[str]:
         yield from kept_callables(value, f"{name}.{attribute}", seen)
 
 
-def test_no_part_of_an_epoch_keeps_something_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_fake
+def test_no_part_of_an_epoch_keeps_something_to_call() -> None:
     """With every part at work: a fetch, a put, a look-up, a reset and an order to warm are under way."""
-    monkeypatch.setattr(cuda, "devices", HostDevices(64 << 20))
+    machine()
     epoch = make_epoch()
     engine = Engine(epoch)
     engine.stage((0, 1), "a", "b")
     engine.want((1, 1), "c")
     epoch.warm(Warm(name="list", chains=[[digest("d").hex()]]), lambda _: None)
     epoch.reset(later_weights())
-    device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0, allocator="daemon")
+    device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0)
     assert list(kept_callables([epoch, device], "", set())) == []
     engine.leave()
     device.close()

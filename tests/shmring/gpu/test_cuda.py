@@ -1,14 +1,17 @@
-"""Device memory: the host-memory provider keeps CUDA's rules across processes. No GPU is one clear error."""
+"""A GPU behind the driver: found by its UUID, its context, its memory, and one clear error for each failure.
+
+What happens between processes: tests/gpu.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,123 +19,249 @@ import pytest
 
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.cuda import CudaDevices, CudaMemory
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES, PAGE_BYTES, PIECE_BYTES, exported_bytes, pieces
-from tests.support import host_device
+from kvprefetch.shmring.gpu.cuda import Device
+from kvprefetch.shmring.gpu.device import GRAIN_BYTES, PIECE_BYTES, pieces
+from tests.support.fakecuda import UUID, UUIDS, Gpu, Machine, machine, needs_fake
 
 ROOT = Path(__file__).resolve().parents[3]
-PEER = """
-import ctypes, sys
-from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
-from tests.support import host_device
-host_device.install()
-device = cuda.open_device(host_device.UUID)
-if sys.argv[1] == "export":
-    memory = device.allocate(GRAIN_BYTES)
-    ctypes.memmove(memory.address, b"exported", 8)
-    print(memory.handle().hex(), flush=True)
-else:
-    memory = device.open(bytes.fromhex(sys.argv[2]), GRAIN_BYTES)
-    ctypes.memmove(memory.address + 8, b"imported", 8)
-    print(ctypes.string_at(memory.address, 8).decode(), flush=True)
-sys.stdin.read()
-memory.close()
-"""
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[host_device.HostDevice]:
-    devices = host_device.HostDevices(8 * GRAIN_BYTES)
-    monkeypatch.setattr(cuda, "devices", devices)
-    yield devices.device
-    assert devices.device.live == {"allocated": 0, "opened": 0, "registered": 0, "streams": 0}
+def gpus() -> Iterator[Machine]:
+    """The machine of this process; a test leaves nothing on it."""
+    yield machine()
+    machine().mend()
+    assert machine().left() == {}
 
 
-def peer(*arguments: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", PEER, *arguments], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+@pytest.fixture
+def device(gpus: Machine) -> Device:
+    return cuda.open_device(UUID)
 
 
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+# --- which GPU --------------------------------------------------------------------------------------------------------
+
+A_GPU, ANOTHER = "00112233-4455-6677-8899-aabbccddeeff", "00000000-0000-0000-0000-000000000000"
+INSTANCES = ("10112233-4455-6677-8899-aabbccddeeff", "20112233-4455-6677-8899-aabbccddeeff")
+SLICED = [Gpu(each, mig=A_GPU) for each in INSTANCES]
 
 
-def test_another_process_reads_and_writes_what_is_exported(device: host_device.HostDevice) -> None:
-    memory = device.allocate(GRAIN_BYTES)
-    ctypes.memmove(memory.address, b"01234567", 8)
-    importer = peer("import", memory.handle().hex())
-    assert line(importer) == "01234567"
-    assert ctypes.string_at(memory.address + 8, 8) == b"imported"
-    importer.send_signal(signal.SIGKILL)
-    importer.communicate()
-    assert ctypes.string_at(memory.address, 16) == b"01234567imported"
-    memory.close()
-    memory.close()
-    assert device.free_bytes() == device.total_bytes
+def seen(gpus: list[Gpu], visible: str | None = None) -> list[str]:
+    """Return the UUIDs of the GPUs that a process on a machine with these sees, each of which it can open."""
+    code = """
+from tests.support import fakecuda
+from kvprefetch.shmring.gpu import cuda
+from kvprefetch.shmring.gpu.driver import asked, call
+fakecuda.load()
+call("cuInit", 0)
+for index in range(asked("cuDeviceGetCount")):
+    print(cuda.open_device(cuda.uuid_of(index)).uuid)
+"""
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = run(code, Machine(gpus), **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
-def test_what_is_mapped_outlives_its_exporter_and_its_handle_does_not(device: host_device.HostDevice) -> None:
-    exporter = peer("export")
-    handle = bytes.fromhex(line(exporter))
-    memory = device.open(handle, GRAIN_BYTES)
-    exporter.send_signal(signal.SIGKILL)
-    exporter.communicate()
-    assert ctypes.string_at(memory.address, 8) == b"exported"
-    with pytest.raises(DeviceError, match="InvalidResourceHandle"):
-        device.open(handle, GRAIN_BYTES)
-    with pytest.raises(DeviceError, match="only whole allocations"):
-        memory.handle()
-    memory.close()
+def run(code: str, here: Machine, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on another machine, which ends with it."""
+    env = {**os.environ, **here.environment, **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    here.remove()
+    return done
 
 
-def test_a_process_cannot_open_its_own_handle(device: host_device.HostDevice) -> None:
-    memory = device.allocate(GRAIN_BYTES)
-    for handle in (memory.handle(), b"\0" * 64, b"short"):
-        with pytest.raises(DeviceError):
-            device.open(handle, GRAIN_BYTES)
-    memory.close()
+@needs_fake
+@pytest.mark.parametrize(
+    ("gpus", "visible", "expected"),
+    [
+        pytest.param([Gpu(A_GPU), Gpu(ANOTHER)], None, [A_GPU, ANOTHER], id="all, one with zero bytes"),
+        pytest.param([Gpu(A_GPU), Gpu(ANOTHER)], "1,0", [ANOTHER, A_GPU], id="by number"),
+        pytest.param([Gpu(A_GPU), Gpu(ANOTHER)], f"GPU-{A_GPU}", [A_GPU], id="by UUID"),
+        pytest.param(SLICED, f"MIG-{INSTANCES[1]}", [INSTANCES[1]], id="an instance by UUID"),
+        pytest.param(SLICED, f"MIG-{INSTANCES[1]},MIG-{INSTANCES[0]}", [INSTANCES[1]], id="of two instances one"),
+        pytest.param([*SLICED, Gpu(ANOTHER)], None, [INSTANCES[0]], id="an instance and no whole GPU"),
+    ],
+)
+def test_gpus_and_instances_of_them_have_names_of_their_own(
+    gpus: list[Gpu], visible: str | None, expected: list[str]
+) -> None:
+    assert seen(gpus, visible) == expected
 
 
-def test_there_is_only_so_much_memory(device: host_device.HostDevice) -> None:
-    memory = device.allocate(7 * GRAIN_BYTES)
-    with pytest.raises(DeviceError, match="MemoryAllocation"):
-        device.allocate(2 * GRAIN_BYTES)
-    memory.close()
+@needs_fake
+def test_a_gpu_that_is_not_there_is_one_error(gpus: Machine) -> None:
+    with pytest.raises(DeviceError, match=f"^not exactly one device has this UUID: uuid={A_GPU} found=0 devices=2$"):
+        cuda.open_device(A_GPU)
 
 
-def test_an_event_is_done_after_the_copies_before_it(device: host_device.HostDevice) -> None:
-    memory = device.allocate(GRAIN_BYTES)
-    stream = device.stream()
-    device.hold = True
-    stream.copy(memory.address, ctypes.addressof(ctypes.create_string_buffer(b"held", 4)), 4)
-    event = stream.record()
-    waiting = threading.Thread(target=event.wait, daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    assert device.copied_bytes == 0
-    device.run()
-    waiting.join(10)
-    assert not waiting.is_alive()
-    assert device.copied_bytes == 4
-    stream.close()
-    memory.close()
+def test_without_a_driver_there_is_one_error_in_one_line() -> None:
+    """As on a machine without GPUs."""
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a CUDA device")
+    code = """
+from kvprefetch.shmring.errors import DeviceError
+from kvprefetch.shmring.gpu import cuda
+for ask in (lambda: cuda.open_device("x"), lambda: cuda.uuid_of(0)):
+    try:
+        ask()
+    except DeviceError as error:
+        assert "\\n" not in str(error), error
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert len(done.stdout.splitlines()) == 2, done
 
 
-def test_pages_are_registered_once(device: host_device.HostDevice) -> None:
-    device.register(1 << 20, 8192)
-    with pytest.raises(AssertionError):
-        device.register((1 << 20) + 4096, 4096)
-    device.unregister(1 << 20)
-    with pytest.raises(AssertionError):
-        device.unregister(1 << 20)
+# --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-def test_exported_sizes_are_whole_grains() -> None:
-    sizes = [exported_bytes(n) for n in (1, GRAIN_BYTES, GRAIN_BYTES + 1)]
-    assert sizes == [GRAIN_BYTES, GRAIN_BYTES, 2 * GRAIN_BYTES]
+@needs_fake
+def test_a_process_has_one_context_on_each_gpu_that_it_opened(gpus: Machine) -> None:
+    """It costs memory of the GPU, and stays until the process ends."""
+    assert cuda.open_device(UUID) is cuda.open_device(UUID)
+    assert len([name for name in gpus.held() if f"-context-{os.getpid()}-" in name]) == 1
+
+
+@needs_fake
+def test_a_device_is_for_any_thread_beside_those_of_other_gpus(device: Device) -> None:
+    other = cuda.open_device(UUIDS[1])
+    failed: list[BaseException] = []
+
+    def use(one: Device) -> None:
+        try:
+            for _ in range(50):
+                memory, stream = one.allocate(GRAIN_BYTES), one.stream()
+                stream.copy(memory.address, memory.address + 4096, 64)
+                stream.record().wait()
+                stream.close()
+                memory.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=use, args=(one,)) for one in (device, other) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+@needs_fake
+def test_a_gpu_for_one_process_is_one_error() -> None:
+    """Exclusive mode: the other process has it."""
+    code = """
+import sys
+from tests.support import fakecuda
+from kvprefetch.shmring.gpu import cuda
+fakecuda.load()
+device = cuda.open_device(fakecuda.UUID)
+print("open", flush=True)
+sys.stdin.read()
+"""
+    here = Machine([Gpu(UUID, exclusive=True)])
+    env, pipe = {**os.environ, **here.environment}, subprocess.PIPE
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    refused = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, stdin=pipe, capture_output=True, text=True, check=False
+    )
+    holder.communicate()
+    here.remove()
+    assert "DeviceError: cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE: code=46" in refused.stderr
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def runs_beside(fault: Path, call: Callable[[], Any]) -> bool:
+    """Make the call, which hangs until another thread made progress meanwhile; False if none did for a while."""
+    began, turns = threading.Event(), 0
+
+    def count() -> None:
+        nonlocal turns
+        began.wait()
+        for _ in range(5):
+            time.sleep(0.001)
+            turns += 1
+        fault.unlink()
+
+    rescue = subprocess.Popen(["sh", "-c", f"sleep 20; rm -f {fault}"])
+    thread = threading.Thread(target=count)
+    thread.start()
+    began.set()
+    call()
+    found = turns == 5
+    rescue.kill()
+    rescue.wait()
+    thread.join()
+    return found
+
+
+@needs_fake
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cuInit", lambda device: cuda.uuid_of(0)),
+        ("cuDeviceGetUuid_v2", lambda device: cuda.uuid_of(0)),
+        ("cuDevicePrimaryCtxRetain", lambda device: cuda.Device(device.index, UUID)),
+        ("cuMemGetInfo_v2", lambda device: device.free_bytes()),
+        ("cuMemCreate", lambda device: device.allocate(GRAIN_BYTES).close()),
+        ("cuMemUnmap", lambda device: device.allocate(GRAIN_BYTES).close()),
+        ("cuStreamCreate", lambda device: device.stream().close()),
+        ("cuStreamSynchronize", lambda device: device.stream().close()),
+    ],
+)
+def test_others_run_while_the_driver_takes_its_time(
+    device: Device, gpus: Machine, name: str, call: Callable[[Device], Any]
+) -> None:
+    assert runs_beside(gpus.plant(name), lambda: call(device))
+
+
+@needs_fake
+def test_memory_runs_out_with_one_error(device: Device) -> None:
+    with pytest.raises(DeviceError, match=r"^cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY: code=2$"):
+        device.allocate(1 << 40)
+
+
+@needs_fake
+def test_a_lost_gpu_is_one_error_and_does_not_hang() -> None:
+    code = """
+import threading
+from tests.support import fakecuda
+from kvprefetch.shmring.errors import DeviceError
+from kvprefetch.shmring.gpu import cuda
+fakecuda.load()
+device = cuda.open_device(fakecuda.UUID)
+stream, memory = device.stream(), device.allocate(4096)
+stream.copy(memory.address, memory.address + 64, 64)
+event = stream.record()
+threading.Timer(0.1, lambda: open(fakecuda.folder() / "faults" / "lost", "w").write("999")).start()
+for call in (event.wait, stream.close, device.free_bytes, lambda: device.allocate(4096), lambda: cuda.Device(0, "x")):
+    try:
+        call()
+    except DeviceError as error:
+        print(error)
+"""
+    here = Machine()
+    here.plant("copies")
+    done = run(code, here)
+    assert len(done.stdout.splitlines()) == 5, done
+    assert all(": code=999" in line or "cudaErrorUnknown: " in line for line in done.stdout.splitlines()), done.stdout
+
+
+@needs_fake
+def test_a_source_that_does_not_compile_is_one_line(device: Device) -> None:
+    with pytest.raises(DeviceError, match=r"^kernel nothing: CompileException: ") as caught:
+        device.kernel("nonsense", "nothing")
+    assert "\n" not in str(caught.value)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,52 +275,7 @@ def test_pieces_are_whole_pages_and_whole_slots(slot_bytes: int, slots: int) -> 
     for offset, length in found:
         assert offset == end
         assert offset % slot_bytes == 0
-        assert offset % PAGE_BYTES == length % PAGE_BYTES == 0
+        assert offset % mmap.PAGESIZE == length % mmap.PAGESIZE == 0
         end = offset + length
-    assert size <= end < size + PAGE_BYTES
-    assert all(length <= max(PIECE_BYTES, slot_bytes * PAGE_BYTES) for _, length in found)
-
-
-class Runtime:
-    """Records what is called; stands in for cupy.cuda.runtime and the driver."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *values: self.calls.append((name, *values))
-
-
-def cuda_memory(ours: bool, address: int = GRAIN_BYTES, size_bytes: int = GRAIN_BYTES) -> tuple[CudaMemory, Runtime]:
-    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
-    device.index, device._started = 3, False
-    device.runtime = device.driver = Runtime()  # type: ignore[assignment]
-    return CudaMemory(device, address, size_bytes, ours=ours), device.runtime
-
-
-@pytest.mark.parametrize(("ours", "call"), [(True, "free"), (False, "close")])
-def test_memory_is_given_back_once_on_its_device(ours: bool, call: str) -> None:
-    memory, runtime = cuda_memory(ours)
-    memory.close()
-    memory.close()
-    assert runtime.calls == [("start", 3), ("setDevice", 3), (call, GRAIN_BYTES)]
-
-
-@pytest.mark.parametrize("wrong", [{"ours": False}, {"address": 512}, {"size_bytes": 4096}])
-def test_only_whole_allocations_are_exported(wrong: dict[str, Any]) -> None:
-    memory, runtime = cuda_memory(**{"ours": True, **wrong})
-    with pytest.raises(DeviceError, match="only whole allocations"):
-        memory.handle()
-    assert runtime.calls == []
-
-
-def test_without_a_device_there_is_one_error_in_one_line() -> None:
-    """No cupy, or no driver: which of the two depends on the environment."""
-    devices = CudaDevices()
-    assert devices.uuid_of("cpu", 0) == ""
-    if os.path.exists("/dev/nvidiactl"):
-        pytest.skip("there is a CUDA device")
-    for ask in (lambda: devices.open(host_device.UUID), lambda: devices.uuid_of("cuda", 0)):
-        with pytest.raises(DeviceError) as caught:
-            ask()
-        assert "\n" not in str(caught.value)
+    assert size <= end < size + mmap.PAGESIZE
+    assert all(length <= max(PIECE_BYTES, slot_bytes * mmap.PAGESIZE) for _, length in found)
