@@ -20,7 +20,7 @@ def found(name: str) -> list[Path]:
 
 
 def ptx(source: str, architecture: str) -> str:
-    """Compile CUDA C++ for an architecture such as `sm_90`, without a warning."""
+    """Compile CUDA C++ for an architecture such as `compute_90`, without a warning."""
     command = [sys.executable, __file__, str(found("lib/libnvrtc.so.*")[0]), architecture]
     return subprocess.run(command, input=source, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
 

@@ -52,11 +52,11 @@ void spoil_capture(void) { spoilt = true; }
 
 /* --- the threads -------------------------------------------------------------------------------------------------- */
 
-/* Up to FAKECUDA_LAG_US microseconds, so that work that nobody waits for is not done yet. */
+/* Between a half and the whole of FAKECUDA_LAG_US microseconds, so that work that nobody waits for is not done yet. */
 static void lag(unsigned *seed) {
     const char *most = getenv("FAKECUDA_LAG_US");
     int us = most ? atoi(most) : 300;
-    if (us > 0) usleep(rand_r(seed) % us);
+    if (us > 1) usleep(us / 2 + rand_r(seed) % (us / 2));
 }
 
 static void check_copy(const char *what, Address at, size_t size, int device) {

@@ -1,17 +1,14 @@
 """Stands in for cupy, whose wheels have CUDA's runtime built in, and that takes NVIDIA's driver alone.
 
 It has what shmring/gpu/cuda.py calls, and what tests need for a capture, over the fake driver.  Where cupy keeps the
-interpreter's lock in a call, so does this.  A kernel is compiled by g++ for the host; each of its accesses goes through
-the fake driver's check (kernels.c), and a misaligned one ends the process, as on a GPU.  Stricter than CUDA's runtime:
-a thread without a current context gets an error, not the first GPU.
+interpreter's lock in a call, so does this.  A kernel is compiled for the host (kernel.py).  Stricter than CUDA's
+runtime: a thread without a current context gets an error, not the first GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
 from collections.abc import Callable
 from ctypes import c_uint64
 from pathlib import Path
@@ -22,45 +19,6 @@ _free = ctypes.CDLL("libcuda.so.1")
 _locked = ctypes.PyDLL("libcuda.so.1")
 _KERNELS = Path(os.environ["FAKECUDA_KERNELS"])
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-# nvcc's words and built-in variables that a kernel without cooperation between threads needs.
-_BEFORE = """
-#define __global__
-#define __device__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __grid_constant__
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct Index { unsigned x; };
-static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-#line 1
-"""
-# `Step` and `kvprefetch_copy`: the one kernel that the project has.
-_AFTER = """
-extern "C" const unsigned long fakecuda_argument_bytes = sizeof(Step);
-extern "C" __attribute__((no_sanitize("kernel-address"), noinline))
-void fakecuda_run_kvprefetch_copy(unsigned grid, unsigned threads, const Step* step) {
-    gridDim.x = grid; blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kvprefetch_copy(*step);
-}
-"""
-_COMPILER = (
-    *(
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-    ),
-    *("-fsanitize=kernel-address", "--param", "asan-globals=0", "--param", "asan-stack=0"),
-    *("--param", "asan-instrumentation-with-call-threshold=0"),
-    *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
-)
 
 
 class CUDARuntimeError(RuntimeError):
@@ -152,17 +110,13 @@ class RawModule:
     """As cupy's, of CUDA C++; compiled files are kept."""
 
     def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
+        from tests.support.fakecuda import kernel
+
         assert options == ("-std=c++17",)
-        source = _BEFORE + code + _AFTER
-        path = _KERNELS / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
-        if not path.exists():
-            made = path.with_suffix(f".{os.getpid()}")
-            done = subprocess.run(
-                [*_COMPILER, "-x", "c++", "-", "-o", made], input=source, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise CompileException(done.stderr)
-            made.rename(path)
+        try:
+            path = kernel.compiled(code, _KERNELS, kernel.CHECKED)
+        except ValueError as error:
+            raise CompileException(str(error)) from error
         self._module = _made(_free, "cuModuleLoad", str(path).encode())
 
     def get_function(self, name: str) -> Any:
