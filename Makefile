@@ -10,9 +10,8 @@ LINTED := .
 # Test processes at a time; each keeps about one core and 3 GB busy.
 JOBS   ?= 2
 LINKED := $(wildcard package/*) daemon kv shmring connector systemd
-GPU_TESTS ?= tests/gpu/test_*.py
 # A machine with a GPU brings its own Python: no setup, and no plugins of its pytest.
-ON_GPU  = PYTHONPATH=build/links PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
+ON_GPU  = PYTHONPATH=build/links:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
@@ -78,14 +77,8 @@ format: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) ## rewrite the source
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600 --record
 
-# Each file gets a process of its own: a lost CUDA context ends the rest of its process.
-gpu: links ## the tests that need a CUDA device (PYTHON: with torch, cupy, numpy and pytest; vLLM is not needed)
-	@why=$$($(ON_GPU) -c "from kvprefetch.shmring.gpu import cuda; cuda.uuid_of(0)" 2>&1) || \
-		{ echo "make gpu: no CUDA device here: $$(echo "$$why" | tail -n 1)" >&2; exit 1; }
-	@failed=; for file in $(GPU_TESTS); do \
-		$(ON_GPU) -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -o markers=gpu \
-		-o faulthandler_timeout=120 -m gpu -ra -s --durations=5 $$file || failed="$$failed $$file"; \
-	done; [ -z "$$failed" ] || { echo "make gpu: failed:$$failed" >&2; exit 1; }
+gpu: links ## ten minutes on a CUDA device (PYTHON: with torch, cupy, numpy and pytest, no vLLM); ARGS=--fake rehearses
+	@$(ON_GPU) -m tests.gpu $(ARGS)
 
 demo: setup ## two users and a store that is far: recomputed, vLLM's Mooncake connector, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
