@@ -23,7 +23,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "daemon": (
         {"kv", "shmring"},
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli", "vllm"}
-        | {"posix_ipc", "shtab"},
+        | {"click", "posix_ipc"},
     ),
 }
 # The only module of the connector that knows differences between releases of vLLM.
@@ -41,7 +41,7 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),
     "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
-    "shtab": ("daemon/cli/completion.py",),
+    "click": ("daemon/cli/*",),
     "vllm": ("daemon/cli/prompts.py", "connector/*"),
     "cupy": ("shmring/gpu/cuda.py",),
 }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias, get_args
 
+import click
 from pydantic.fields import FieldInfo
 
 from ...shmring.wire.admin import Report
@@ -23,11 +23,11 @@ from ..control.access import group_id
 from ..store.disk import DiskSpec
 from ..store.settings import MooncakeSettings, SettingsError
 from .client import TIMEOUT_S, ask
-from .help_page import HelpFormatter, HelpPage
+from .help_page import Command, Group, HelpPage
 
-Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-Run = Callable[[argparse.Namespace], int]
-_OPTION_WIDTH = 24  # a wider option does not fit a narrow terminal; then the description names the choices
+Arguments: TypeAlias = SimpleNamespace  # of a command, by name
+Run = Callable[[Arguments], int]
+PATH = click.Path(path_type=Path)
 _UNSET = {"socket_group": "the process's", "master_port": "a free one", "lease_ms": "as the store's"}
 
 SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
@@ -54,23 +54,31 @@ SocketPage = partial(
 ConfigurationPage = partial(HelpPage, files=CONFIGURATION_FILE, environment=CONFIGURATION_ENVIRONMENT)
 
 
-def declare(commands: Commands, name: str, run: Run | None, page: HelpPage) -> argparse.ArgumentParser:
-    """Add a command; `run` gets the parsed arguments and returns the exit status. A command of commands has none."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=page.summary,
-        description=page.description,
-        epilog=page.sections(),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run, parser=parser, page=page)
-    return parser
+class Real(click.FloatRange):
+    """A number within bounds, which `nan` is not: click takes it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        return number if number == number else self.fail(f"{value!r} is no number.", param, ctx)
 
 
-def add_socket(parser: argparse.ArgumentParser) -> None:
-    text = "the daemon's control socket (default: %(default)s)"
-    parser.add_argument("--socket", metavar="PATH", type=Path, default=find_socket(os.environ), help=text)
+def declare(group: Group, name: str, run: Run, page: HelpPage, *params: click.Parameter) -> None:
+    """Add a command; `run` gets the parsed arguments and returns the exit status."""
+    call = lambda **given: run(Arguments(**given))  # noqa: E731
+    group.add_command(Command(name, page, params=list(params), callback=call))
+
+
+def option(*names: str, **more: Any) -> click.Option:
+    return click.Option(names, **more)
+
+
+def flag(name: str, text: str) -> click.Option:
+    return click.Option([name], is_flag=True, help=text)
+
+
+def socket_option() -> click.Option:
+    text = f"the daemon's control socket (default: {(path := find_socket(os.environ))})"
+    return option("--socket", metavar="PATH", type=PATH, default=path, help=text)
 
 
 def find_socket(environ: Mapping[str, str]) -> Path:
@@ -81,15 +89,15 @@ def find_socket(environ: Mapping[str, str]) -> Path:
     return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
 
 
-def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """Add `--config` and one option for each key of the configuration."""
-    parser.add_argument("--config", metavar="FILE", type=Path, help=f"TOML file of the same keys (or ${FILE_VARIABLE})")
+def configuration_options() -> Iterator[click.Option]:
+    """Yield `--config` and one option for each key of the configuration, which checks their values itself."""
+    yield option("--config", metavar="FILE", type=PATH, help=f"TOML file of the same keys (or ${FILE_VARIABLE})")
     for name, field in DaemonConfig.model_fields.items():
         kind = "SIZE" if name in SIZES else kind_of(field)
-        if len(name) + len(kind) > _OPTION_WIDTH:
-            kind = "VALUE"
         text = f"{field.description or ''} (default: {default_text(name, field)})"
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=kind, help=text)
+        choices = kind[1:-1].split(",") if kind.startswith("{") else ()
+        shown = click.Choice(choices) if choices else click.Path() if kind == "PATH" else str
+        yield option(f"--{name.replace('_', '-')}", metavar=None if choices else kind, type=shown, help=text)
 
 
 def default_text(name: str, field: FieldInfo) -> str:
@@ -109,8 +117,8 @@ def kind_of(field: FieldInfo) -> str:
     return names.get(kinds[0], "VALUE") if isinstance(kinds[0], type) else "VALUE"
 
 
-def configuration_sources(arguments: argparse.Namespace) -> Sources:
-    """Return the sources of the configuration, for a command with `add_configuration`."""
+def configuration_sources(arguments: Arguments) -> Sources:
+    """Return the sources of the configuration, for a command with `configuration_options`."""
     return Sources.of({name: getattr(arguments, name) for name in DaemonConfig.model_fields}, arguments.config)
 
 
@@ -132,14 +140,6 @@ def accepted(sources: Sources) -> Effective:
         if (size := getattr(config, name)) > (most := machine_bytes()):
             raise ConfigError(f"{name}: is more than this machine has: {name}={size_text(size)} max={whole_mib(most)}")
     return effective
-
-
-def seconds(text: str, *, least: float = 0.0) -> float:
-    """Read an option's seconds, up to an hour."""
-    with contextlib.suppress(ValueError):
-        if least <= (value := float(text)) <= 3600:
-            return value
-    raise argparse.ArgumentTypeError(f"should be seconds from {least:g} to 3600: {text!r}")
 
 
 def command_daemon(command: Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+import click
+from click.shell_completion import get_completion_class
 
-from .common import Commands, declare
-from .help_page import HelpPage
+from .common import Arguments, declare
+from .help_page import Group, HelpPage
 
 SHELLS = ("bash", "zsh", "fish")
+VARIABLE = "_KVPREFETCHD_COMPLETE"  # the script sets it and runs kvprefetchd at each press of Tab
 PAGE = HelpPage(
     "print a script that completes commands, options and files in a shell",
-    details="The script is of this release; print it again after an upgrade.",
+    details="The script asks the kvprefetchd that is on the PATH.",
+    arguments={"SHELL": "the shell"},
     examples=(
         ("kvprefetchd completion bash > ~/.local/share/bash-completion/completions/kvprefetchd", "bash, for you alone"),
         ("kvprefetchd completion zsh > ~/.zfunc/_kvprefetchd", "zsh, with `fpath+=~/.zfunc` before compinit"),
@@ -18,26 +21,14 @@ PAGE = HelpPage(
     ),
     also="docs/reference/command-line.md",
 )
-_COMPLETED = {"FILE": "FILE", "PATH": "FILE", "DIR": "DIRECTORY"}  # placeholders, and their names in shtab
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "completion", run, PAGE)
-    parser.add_argument("shell", metavar=f"{{{','.join(SHELLS)}}}", choices=SHELLS, help="the shell")
+def add(commands: Group) -> None:
+    declare(commands, "completion", run, PAGE, click.Argument(["shell"], type=click.Choice(SHELLS)))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    import shtab
-
-    from .main import build_parser
-
-    parser = build_parser()
-    for each in (parser, *parser.commands.values()):
-        for action in each._actions:
-            name = str(action.metavar)
-            if name in _COMPLETED:
-                action.complete = getattr(shtab, _COMPLETED[name])  # type: ignore[attr-defined]
-            elif name.startswith("{"):  # serve checks these itself, so the parser does not know the choices
-                action.choices = name[1:-1].split(",")
-    print(shtab.complete(parser, arguments.shell))
+def run(arguments: Arguments) -> int:
+    kind = get_completion_class(arguments.shell)
+    assert kind is not None
+    print(kind(click.Command("kvprefetchd"), {}, "kvprefetchd", VARIABLE).source())
     return 0

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import click
 
 from ..config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from ..config.sizes import size_text
 from ..config.sources import Effective
 from .client import Unavailable
 from .common import (
-    Commands,
+    Arguments,
     ConfigurationPage,
     accepted,
-    add_configuration,
+    configuration_options,
     configuration_sources,
     declare,
     default_text,
+    flag,
     kind_of,
 )
+from .help_page import Group
 
 CHECK = ConfigurationPage(
     "check a configuration and print it as TOML, each value with its source",
@@ -44,6 +47,7 @@ INIT = ConfigurationPage(
     "write a configuration file with every key, explained",
     details="Takes the options of serve. Keys that an option, the environment or --config sets have their value in the "
     "file; all others are comments with their defaults. It replaces no file.",
+    arguments={"FILE": "a new file (default: standard output)"},
     examples=(
         ("kvprefetchd config init kvprefetchd.toml", "all defaults, to be edited"),
         ("kvprefetchd config init --staging 8GiB --memory 16GiB kvprefetchd.toml", "two keys set"),
@@ -60,17 +64,16 @@ HEAD = """\
 WIDTH = 100
 
 
-def add(commands: Commands) -> None:
-    check = declare(commands, "check-config", run_check, CHECK)
-    check.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    add_configuration(check)
-    actions = declare(commands, "config", None, CONFIG).add_subparsers(metavar="ACTION", required=True)
-    init = declare(actions, "init", run_init, INIT)
-    init.add_argument("file", metavar="FILE", nargs="?", default="-", help="a new file (default: standard output)")
-    add_configuration(init)
+def add(commands: Group) -> None:
+    json_too = flag("--json", "as JSON, sizes in bytes")
+    declare(commands, "check-config", run_check, CHECK, json_too, *configuration_options())
+    actions = Group("config", CONFIG)
+    commands.add_command(actions)
+    file = click.Argument(["file"], type=click.Path(allow_dash=True), default="-")
+    declare(actions, "init", run_init, INIT, file, *configuration_options())
 
 
-def run_check(arguments: argparse.Namespace) -> int:
+def run_check(arguments: Arguments) -> int:
     effective = accepted(configuration_sources(arguments))
     if arguments.json:
         values = effective.config.model_dump(mode="json")
@@ -81,7 +84,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_init(arguments: argparse.Namespace) -> int:
+def run_init(arguments: Arguments) -> int:
     text = commented(accepted(configuration_sources(arguments)))
     if arguments.file == "-":
         print(text, end="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -16,20 +15,25 @@ from pathlib import Path
 
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry import board
+from . import measure
 from .client import Unavailable, look
 from .common import (
     CONFIGURATION_FILE,
+    PATH,
     SOCKET_FILE,
-    Commands,
+    Arguments,
     ConfigurationPage,
     accepted,
-    add_configuration,
+    configuration_options,
     configuration_sources,
     declare,
     find_socket,
+    flag,
+    option,
 )
 from .configuration import as_toml
 from .findings import Finding, engine, examine, versions
+from .help_page import Group
 
 PAGE = ConfigurationPage(
     "check libraries, limits, permissions and the store",
@@ -39,17 +43,26 @@ PAGE = ConfigurationPage(
     "With --engine it examines an engine's environment instead, before the engine starts: run it there, as the "
     "engine's user. It looks at vLLM's version, at the connector's configuration, at the layers that the model's "
     "config.json names, and asks the daemon behind the connector's socket. It loads neither vLLM nor torch.\n\n"
+    "With --measure it times instead what serve would use. With --mooncake-config it joins the cluster, puts 64 values "
+    "of 1 MiB, reads those of each node as the daemon does, and removes them; otherwise it does so in a private store. "
+    "With --disk it writes and reads a nameless file of 64 MiB in that folder, past the page cache where the file "
+    "system can. MB/s is one read after the other: several at once may give more.\n\n"
     "The bundle has versions, findings, configuration without secrets, status, metrics and the recent log, which names "
     "requests.",
     examples=(
         ("kvprefetchd doctor", "this machine and the defaults"),
         ("kvprefetchd doctor --config /etc/kvprefetch/kvprefetchd.toml", "with the service's configuration"),
         ("kvprefetchd doctor --engine --model MODEL --kv-transfer-config JSON", "before `vllm serve` with the same"),
+        ("kvprefetchd doctor --measure --mooncake-config mooncake.json", "how fast a cluster is, node by node"),
         ("kvprefetchd doctor --bundle doctor.tar.gz --log kvprefetchd.log", "everything for a helper"),
     ),
-    exits={0: "nothing is bad", 1: "something is bad", 69: "the bundle cannot be written"},
+    exits={
+        0: "nothing is bad",
+        1: "something is bad, or with --measure did not answer",
+        69: "the bundle cannot be written",
+    },
     files=CONFIGURATION_FILE | SOCKET_FILE,
-    also="kvprefetchd check-config, status",
+    also="kvprefetchd check-config, status; docs/TUNING.md",
 )
 LOG_BYTES = 4 << 20
 _USERINFO = re.compile(r"(://)[^/\s\"'@]+@")
@@ -58,25 +71,35 @@ _SECRET = re.compile(
 )
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "doctor", run, PAGE)
-    parser.add_argument("--json", action="store_true", help="print versions and findings as JSON, at the end")
-    parser.add_argument("--bundle", metavar="FILE", type=Path, help="also write everything into this tar.gz")
+def add(commands: Group) -> None:
     log = "the daemon's log, for the bundle (default: the journal)"
-    parser.add_argument("--log", metavar="FILE", type=Path, help=log)
-    parser.add_argument("--engine", action="store_true", help="examine an engine's environment, not the daemon's")
-    parser.add_argument("--model", metavar="MODEL", help="with --engine: the model's folder, or its name on the Hub")
-    text = "with --engine: vLLM's option of this name (default: that of the README)"
-    parser.add_argument("--kv-transfer-config", metavar="JSON", help=text)
-    add_configuration(parser)
+    kv = "with --engine: vLLM's option of this name (default: that of the README)"
+    declare(
+        commands,
+        "doctor",
+        run,
+        PAGE,
+        flag("--json", "print versions and findings, or times in ms, as JSON, at the end"),
+        flag("--measure", "time the control socket, the master, a get from each storage node, and the disk instead"),
+        option("--bundle", metavar="FILE", type=PATH, help="also write everything into this tar.gz"),
+        option("--log", metavar="FILE", type=PATH, help=log),
+        flag("--engine", "examine an engine's environment, not the daemon's"),
+        option("--model", metavar="MODEL", help="with --engine: the model's folder, or its name on the Hub"),
+        option("--kv-transfer-config", metavar="JSON", help=kv),
+        *configuration_options(),
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     sources = configuration_sources(arguments)
     if arguments.engine and (sources.flags or arguments.config or arguments.bundle or arguments.log):
         raise ConfigError("doctor --engine: takes --model and --kv-transfer-config only, no option of the daemon")
     if not arguments.engine and (arguments.model or arguments.kv_transfer_config):
         raise ConfigError("doctor: --model and --kv-transfer-config need --engine")
+    if arguments.measure:
+        if arguments.engine or arguments.bundle or arguments.log:
+            raise ConfigError("doctor --measure: takes --json and the options of serve only")
+        return measure.run(accepted(sources).config, as_json=arguments.json)
     if arguments.engine:
         found = list(engine(arguments.model, arguments.kv_transfer_config))
         print(_json(found) if arguments.json else "\n".join(_line(*each) for each in found))

@@ -1,15 +1,14 @@
-"""The pages that `--help` prints: a man page's sections, in one order and form for every command."""
+"""What `--help` says of a command: a man page's sections around click's options, in one order for every command."""
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-MAX_WIDTH = 110
-_TERM_WIDTH = 28
+import click
+
+SETTINGS = {"max_content_width": 110, "help_option_names": ["-h", "--help"]}
 EXITS = {
     0: "done",
     69: "the daemon, store or file that it needs does not answer or cannot be used; one line says which",
@@ -27,65 +26,57 @@ class HelpPage:
     summary: str
     examples: Sequence[tuple[str, str]]
     details: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)
     exits: Mapping[int, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     also: str = ""
 
     @property
-    def description(self) -> str:
-        return f"{self.summary[0].upper()}{self.summary[1:]}. {self.details}".rstrip()
-
-    @property
     def statuses(self) -> dict[int, str]:
-        """Return the meaning of each exit status."""
-        return EXITS | dict(self.exits)
-
-    def sections(self) -> str:
-        exits = self.statuses
-        parts = [
-            ("examples", [line for command, purpose in self.examples for line in (f"  {command}", f"      {purpose}")]),
-            ("exit status", _rows({str(status): exits[status] for status in sorted(exits)}, width=5)),
-            ("files", _rows(self.files) or ["  none"]),
-            ("environment", _rows(self.environment) or ["  none"]),
-        ]
-        if self.also:
-            also = textwrap.wrap(
-                self.also, columns() - 2, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-            )
-            parts.append(("see also", also))
-        return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in parts)
+        """Return the meaning of each exit status, in order."""
+        return dict(sorted((EXITS | dict(self.exits)).items()))
 
 
-def _rows(terms: Mapping[str, str], *, width: int = _TERM_WIDTH) -> list[str]:
-    """Return lines of terms and meanings; a term that is too long for its column has a line of its own."""
-    lines = []
-    for term, meaning in terms.items():
-        filled = textwrap.wrap(meaning, columns() - 4 - width, break_long_words=False, break_on_hyphens=False)
-        if len(term) > width - 2:
-            lines.append(f"  {term}")
-            term = ""
-        lines += [f"  {term if i == 0 else '':<{width}}{part}" for i, part in enumerate(filled)]
-    return lines
+class Command(click.Command):
+    """A command with a page."""
+
+    def __init__(self, name: str, page: HelpPage, **more: Any) -> None:
+        text = f"{page.summary[0].upper()}{page.summary[1:]}. {page.details}".rstrip()
+        super().__init__(name, help=text, short_help=page.summary, context_settings=SETTINGS, **more)
+        self.page = page
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        page = self.page
+        with formatter.section("Examples"):
+            for command, purpose in page.examples:
+                formatter.write(f"  {command}\n      {purpose}\n")
+        statuses = {str(status): text for status, text in page.statuses.items()}
+        terms = {"Arguments": page.arguments, "Exit status": statuses, "Files": page.files}
+        for name, rows in (terms | {"Environment": page.environment}).items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl(list(rows.items()))
+        if page.also:
+            with formatter.section("See also"):
+                formatter.write_text(page.also)
 
 
-def columns() -> int:
-    """Return the width of help: the terminal's, within reason."""
-    return max(60, min(MAX_WIDTH, shutil.get_terminal_size().columns - 2))
+class Group(Command, click.Group):
+    """A command of commands, which are listed as they were added."""
 
+    def __init__(self, name: str, page: HelpPage, **more: Any) -> None:
+        super().__init__(name, page, no_args_is_help=False, subcommand_metavar="COMMAND", **more)
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills the description's paragraphs, and leaves the sections of a HelpPage as they are."""
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=_TERM_WIDTH + 2, width=columns())
-
-    def add_argument(self, action: argparse.Action) -> None:
-        super().add_argument(action)
-        if isinstance(action, argparse._SubParsersAction):  # argparse forgets that the list of commands is indented
-            self._action_max_length += self._indent_increment
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("examples:"):
-            return text
-        return "\n\n".join(textwrap.fill(part, width, break_on_hyphens=False) for part in text.split("\n\n"))
+    def all_commands(self) -> dict[str, Command]:
+        """Return each command by its words: `store`, `store ls`."""
+        found: dict[str, Command] = {}
+        for name, each in self.commands.items():
+            assert isinstance(each, Command)
+            found[name] = each
+            if isinstance(each, Group):
+                found |= {f"{name} {more}": command for more, command in each.all_commands().items()}
+        return found

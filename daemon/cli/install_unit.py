@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import stat
@@ -12,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .client import Unavailable
-from .common import Commands, declare
-from .help_page import HelpPage
+from .common import PATH, Arguments, declare, flag, option
+from .help_page import Group, HelpPage
 
 DROP_INS = {
     "gpu": "let the service use NVIDIA GPUs",
@@ -47,16 +46,20 @@ PAGE = HelpPage(
 )
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "install-unit", run, PAGE)
-    parser.add_argument("--user", action="store_true", help="for this user's systemd instead of the system's")
-    parser.add_argument("--dry-run", action="store_true", help="print the files instead of writing them")
-    parser.add_argument("--root", metavar="DIR", type=Path, default=Path("/"), help="write below this folder")
-    for name, text in DROP_INS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+def add(commands: Group) -> None:
+    declare(
+        commands,
+        "install-unit",
+        run,
+        PAGE,
+        flag("--user", "for this user's systemd instead of the system's"),
+        flag("--dry-run", "print the files instead of writing them"),
+        option("--root", metavar="DIR", type=PATH, default="/", help="write below this folder"),
+        *(flag(f"--{name}", text) for name, text in DROP_INS.items()),
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     wanted = [name for name in DROP_INS if getattr(arguments, name)]
     command = program(sys.prefix, sys.executable)
     files = user_files(Path.home(), os.environ, command) if arguments.user else system_files(wanted, command)

@@ -9,21 +9,20 @@ if sys.argv[1:2] == ["serve"]:
     # An early SIGHUP would end the daemon: block it until the daemon has its handler (runtime/signals.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
-import argparse
 import os
-import re
 from collections.abc import Sequence
-from typing import NoReturn
+
+import click
+from click.shell_completion import shell_complete
 
 from ... import __version__
-from ...shmring.wire.checks import nearest
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import completion, configuration, doctor, install_unit, latency, serve, status, store, tail, top, warm
+from . import completion, configuration, doctor, install_unit, serve, status, store, tail, top, warm
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
-from .help_page import HelpFormatter, HelpPage
+from .help_page import Group, HelpPage
 
 EX_CONFIG = 78
 
@@ -48,63 +47,40 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, latency, store, warm, completion)
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, warm, completion)
+ALIASES = {"latency": ["doctor", "--measure"]}  # names of earlier releases
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError."""
-
-    @property
-    def commands(self) -> dict[str, Parser]:
-        """The parser of each command by its words: `store`, `store ls`."""
-        found: dict[str, Parser] = {}
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for name, parser in action.choices.items():
-                    found |= {name: parser} | {f"{name} {more}": each for more, each in parser.commands.items()}
-        return found
-
-    def options(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings]
-
-    def error(self, message: str) -> NoReturn:
-        hint = ""
-        if bad := re.search(r"invalid choice: '(.*?)' ", message):
-            hint = nearest(bad[1], [str(choice) for action in self._actions for choice in action.choices or ()])
-        raise ConfigError(f"command line: {message}{hint}; see {self.prog} --help")
+def build() -> Group:
+    """Return the command with all commands."""
+    text = "print version, commit, protocol, and the libraries' versions"
+    version = click.Option(
+        ["-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help=text
+    )
+    group = Group("kvprefetchd", PAGE, params=[version])
+    for module in COMMANDS:
+        module.add(group)
+    return group
 
 
-class ShowVersion(argparse.Action):
-    """Prints version, commit and protocol, and the libraries' versions; finding them takes a moment."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print version, commit and protocol, and the libraries' versions; finding them takes a moment."""
+    if wanted and not context.resilient_parsing:
         version = ", ".join(filter(None, (f"kvprefetchd {__version__}", commit(), f"protocol {PROTOCOL}")))
         libraries = (f"{name} {text}" for name, text in versions().items() if name != "kvprefetch")
         print(version, ", ".join(libraries), sep="\n")
-        parser.exit()
+        context.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status, 69 (store or daemon not available) or 78 (bad configuration)."""
     _fill_standard_streams()
-    if not (sys.argv[1:] if arguments is None else arguments):
-        _short_help()
-    command = ""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    words[:1] = ALIASES.get(words[0], words[:1]) if words else []
     try:
-        try:
-            parsed, unknown = build_parser().parse_known_args(arguments)
-        except SystemExit:  # argparse has printed the help or the version
-            sys.stdout.flush()
-            raise
-        command = parsed.command
-        if unknown:
-            hint = nearest(unknown[0].partition("=")[0], parsed.parser.options())
-            raise ConfigError(f"command line: unrecognized arguments: {' '.join(unknown)}{hint}")
-        status = int(parsed.run(parsed))
-        sys.stdout.flush()
-        return status
+        return _run(words)
     except BrokenPipeError:
-        if command == "serve":  # the log of serve survives it, so this is another pipe
+        if words[:1] == ["serve"]:  # the log of serve survives it, so this is another pipe
             raise
         # The reader of our output left; Python flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -115,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, line = EX_UNAVAILABLE, str(error)
     except ConfigError as error:
         status, line = EX_CONFIG, str(error)
+    except click.UsageError as error:
+        if not words and error.ctx is not None:
+            _say(error.ctx.get_help() + "\n")
+        where = error.ctx.command_path if error.ctx is not None else "kvprefetchd"
+        status, line = EX_CONFIG, f"command line: {' '.join(error.format_message().split())} (see {where} --help)"
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):  # an engine's environment lacks the packages of the daemon
             text = "is not installed here: this command needs the daemon's environment; in a checkout:"
@@ -128,11 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _short_help() -> None:
-    """Print usage and commands on standard error, before the error line that asks for a command."""
-    parser = build_parser()
-    parser.description = parser.epilog = None
-    _say(parser.format_help())
+def _run(words: list[str]) -> int:
+    group = build()
+    if instruction := os.environ.get(completion.VARIABLE):
+        return shell_complete(group, {}, "kvprefetchd", completion.VARIABLE, instruction)
+    try:
+        with group.make_context("kvprefetchd", words) as context:
+            status = int(group.invoke(context))
+    except click.exceptions.Exit as ended:  # the help or the version has been printed
+        status = ended.exit_code
+    sys.stdout.flush()
+    return status
 
 
 def _say(line: str) -> None:
@@ -151,16 +138,3 @@ def _fill_standard_streams() -> None:
             null = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "r" if fd == 0 else "w", closefd=False))
-
-
-def build_parser() -> Parser:
-    """Return the parser of all commands; each command puts its function under `run`."""
-    parser = Parser("kvprefetchd", description=PAGE.description, formatter_class=HelpFormatter, allow_abbrev=False)
-    parser.epilog = PAGE.sections()
-    parser.set_defaults(page=PAGE)
-    text = "print version, commit, protocol, and the libraries' versions"
-    parser.add_argument("-V", "--version", action=ShowVersion, nargs=0, help=text)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
-    for module in COMMANDS:
-        module.add(commands)
-    return parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import sys
@@ -14,13 +13,13 @@ from .common import (
     CONFIGURATION_FILE,
     NO_COLOR,
     SYSTEM_SOCKET,
-    Commands,
+    Arguments,
     accepted,
-    add_configuration,
+    configuration_options,
     configuration_sources,
     declare,
 )
-from .help_page import HelpPage
+from .help_page import Group, HelpPage
 
 SERVE = HelpPage(
     "serve engines on a Unix socket",
@@ -62,11 +61,11 @@ HARMLESS = (
 )
 
 
-def add(commands: Commands) -> None:
-    add_configuration(declare(commands, "serve", run_serve, SERVE))
+def add(commands: Group) -> None:
+    declare(commands, "serve", run_serve, SERVE, *configuration_options())
 
 
-def run_serve(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: Arguments) -> int:
     sources = configuration_sources(arguments)
     config = accepted(sources).config
     os.umask(0o077)  # for everything made from here on, the files that Mooncake writes to disk included

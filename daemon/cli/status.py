@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+import click
+
 from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status
 from ..config.model import Mode
 from ..telemetry.overview import describe
 from .client import EX_UNAVAILABLE, Unavailable, ask, look
-from .common import Commands, SocketPage, add_socket, command_daemon, declare, seconds
+from .common import Arguments, Real, SocketPage, command_daemon, declare, flag, option, socket_option
+from .help_page import Group
 
 LOOK_S = 0.2
 
@@ -62,6 +64,7 @@ MODE = SocketPage(
     "answers every request with a miss and asks no store. The mode holds until the next switch or restart; a start "
     "takes it from the key `mode` of the configuration. Requests in flight end as they began. Only root and the "
     "daemon's own user may switch.",
+    arguments={"MODE": "the mode from now on"},
     examples=(
         ("kvprefetchd mode off", "take it out of the way without a restart"),
         ("kvprefetchd mode shadow", "see in the log what it would find"),
@@ -72,27 +75,36 @@ MODE = SocketPage(
 )
 
 
-def add(commands: Commands) -> None:
-    status = declare(commands, "status", run_status, STATUS)
-    status.add_argument("--json", action="store_true", help="all of it, as JSON")
-    health = declare(commands, "health", run_health, HEALTH)
-    health.add_argument("--json", action="store_true", help="the same, as JSON")
-    text = "whether a restart would help, instead of whether it is ready: a daemon without its store is alive"
-    health.add_argument("--alive", action="store_true", help=text)
-    text = "not ready until so many engines are attached, of whatever user (default: 0)"
-    health.add_argument("--engines", metavar="COUNT", type=engines, default=0, help=text)
-    stat = declare(commands, "stat", run_stat, STAT)
-    stat.add_argument("--json", action="store_true", help="no effect: it prints nothing else")
-    mode = declare(commands, "mode", run_mode, MODE)
-    mode.add_argument("mode", metavar="{on,shadow,off}", choices=get_args(Mode), help="the mode from now on")
-    for parser, until in ((status, "a daemon answers"), (health, "the daemon is ready")):
+def add(commands: Group) -> None:
+    socket = socket_option()
+
+    def wait(until: str) -> click.Option:
         text = f"try for up to S seconds, until {until}"
-        parser.add_argument("--wait", metavar="S", type=seconds, default=0.0, help=text)
-    for parser in (status, health, stat, mode):
-        add_socket(parser)
+        return option("--wait", metavar="S", type=Real(0, 3600), default=0.0, help=text)
+
+    declare(
+        commands, "status", run_status, STATUS, flag("--json", "all of it, as JSON"), wait("a daemon answers"), socket
+    )
+    text = "not ready until so many engines are attached, of whatever user (default: 0)"
+    declare(
+        commands,
+        "health",
+        run_health,
+        HEALTH,
+        flag("--json", "the same, as JSON"),
+        flag(
+            "--alive",
+            "whether a restart would help, instead of whether it is ready: a daemon without its store is alive",
+        ),
+        option("--engines", metavar="COUNT", type=click.IntRange(min=0), default=0, help=text),
+        wait("the daemon is ready"),
+        socket,
+    )
+    declare(commands, "stat", run_stat, STAT, flag("--json", "no effect: it prints nothing else"), socket)
+    declare(commands, "mode", run_mode, MODE, click.Argument(["mode"], type=click.Choice(get_args(Mode))), socket)
 
 
-def run_status(arguments: argparse.Namespace) -> int:
+def run_status(arguments: Arguments) -> int:
     status = wait_for(arguments.socket, arguments.wait, lambda status: status.alive, ids=True)
     if isinstance(status, Unavailable):
         raise status
@@ -100,14 +112,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     return 0 if status.alive else EX_UNAVAILABLE
 
 
-def engines(text: str) -> int:
-    """Read an option's number of engines."""
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"should be a number of engines: {text!r}")
-
-
-def run_health(arguments: argparse.Namespace) -> int:
+def run_health(arguments: Arguments) -> int:
     wanted: int = arguments.engines
     word = "alive" if arguments.alive else "ready"
 
@@ -142,10 +147,10 @@ def wait_for(
         time.sleep(LOOK_S)
 
 
-def run_stat(arguments: argparse.Namespace) -> int:
+def run_stat(arguments: Arguments) -> int:
     print(json.dumps(ask(arguments.socket, StatQuery(), Segments).engines, indent=2))
     return 0
 
 
-def run_mode(arguments: argparse.Namespace) -> int:
+def run_mode(arguments: Arguments) -> int:
     return command_daemon(SetMode(mode=arguments.mode), arguments.socket)

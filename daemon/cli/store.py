@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import re
@@ -15,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+import click
+
 from ...kv.keys import name_of
 from ...shmring.wire.admin import MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES
@@ -23,7 +24,8 @@ from ..store.fill import StoreFill, read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .client import Conversation, Unavailable, ask
-from .common import Commands, SocketPage, add_socket, declare
+from .common import Arguments, SocketPage, declare, flag, option, socket_option
+from .help_page import Group
 
 PAGE = SocketPage(
     "list, count or remove what the store holds",
@@ -78,31 +80,30 @@ PASSES = 3  # over all keys: engines may store on meanwhile
 PROGRESS_S = 1.0
 
 
-def add(commands: Commands) -> None:
-    actions = declare(commands, "store", None, PAGE).add_subparsers(metavar="ACTION", required=True)
-    ls, stat = declare(actions, "ls", run_ls, LS), declare(actions, "stat", run_stat, STAT)
-    purge = declare(actions, "purge", run_purge, PURGE)
-    for parser in (ls, stat):
-        parser.add_argument("--prefix", metavar="TEXT", default="", help="only keys that begin so")
-    ls.add_argument("--json", action="store_true", help="each key as a JSON string")
-    stat.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    which = purge.add_mutually_exclusive_group(required=True)
-    which.add_argument("--prefix", metavar="TEXT", help="values whose keys begin so, as `store stat` prints them")
-    which.add_argument("--engine", metavar="ID", help="those of this engine: its id or the start of it")
-    purge.add_argument("--yes", action="store_true", help="do it")
-    for parser in (ls, stat, purge):
-        text = "a cluster's master (its --metrics_port)"
-        parser.add_argument("--master-http", metavar="HOST:PORT", help=text)
-        add_socket(parser)
+def add(commands: Group) -> None:
+    actions = Group("store", PAGE)
+    commands.add_command(actions)
+    prefix = option("--prefix", metavar="TEXT", default="", help="only keys that begin so")
+    where = (
+        option("--master-http", metavar="HOST:PORT", help="a cluster's master (its --metrics_port)"),
+        socket_option(),
+    )
+    declare(actions, "ls", run_ls, LS, prefix, flag("--json", "each key as a JSON string"), *where)
+    declare(actions, "stat", run_stat, STAT, prefix, flag("--json", "as JSON, sizes in bytes"), *where)
+    which = (
+        option("--prefix", metavar="TEXT", help="values whose keys begin so, as `store stat` prints them"),
+        option("--engine", metavar="ID", help="or those of this engine: its id or the start of it"),
+    )
+    declare(actions, "purge", run_purge, PURGE, *which, flag("--yes", "do it"), *where)
 
 
-def run_ls(arguments: argparse.Namespace) -> int:
+def run_ls(arguments: Arguments) -> int:
     for key in stored_keys(master_of(arguments)[0], arguments.prefix):
         sys.stdout.write((json.dumps(key) if arguments.json else key) + "\n")
     return 0
 
 
-def run_stat(arguments: argparse.Namespace) -> int:
+def run_stat(arguments: Arguments) -> int:
     master, fill = master_of(arguments)
     counts = Counter(map(namespace, stored_keys(master, arguments.prefix)))
     fill = fill or read(master)
@@ -117,7 +118,9 @@ def run_stat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_purge(arguments: argparse.Namespace) -> int:
+def run_purge(arguments: Arguments) -> int:
+    if (arguments.prefix is None) == (arguments.engine is None):
+        raise click.UsageError("name either --prefix or --engine.", click.get_current_context())
     if not arguments.yes:
         raise ConfigError("store purge: removes stored KV for every engine that shares it; say --yes to do it")
     if arguments.prefix == "":
@@ -152,7 +155,7 @@ def remove(daemon: Conversation, keys: list[str]) -> int:
     return gone
 
 
-def namespaces_of(arguments: argparse.Namespace) -> set[str]:
+def namespaces_of(arguments: Arguments) -> set[str]:
     """Return the namespaces of the attached engine with this id, or with one that begins so. Raises ConfigError."""
     status = ask(arguments.socket, StatusQuery(), Status)
     found = {str(each["engine"]): str(each["namespace"]) for each in status.engines}
@@ -178,7 +181,7 @@ def namespace(key: str) -> str:
     return _HASH.sub("", key)
 
 
-def master_of(arguments: argparse.Namespace) -> tuple[str, StoreFill | None]:
+def master_of(arguments: Arguments) -> tuple[str, StoreFill | None]:
     """Return host:port of the master's HTTP interface, and how full the daemon knows the store. Raises Unavailable."""
     if arguments.master_http:
         return str(arguments.master_http), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -14,6 +13,8 @@ from collections.abc import Generator, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import click
+
 from ...shmring.wire.checks import nearest
 from ..config.model import ConfigError
 from ..telemetry import pretty, reader
@@ -21,13 +22,13 @@ from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
 from ..telemetry.trace_picture import explain, explain_json
 from .client import Unavailable
-from .common import NO_COLOR, Commands, declare
-from .help_page import HelpPage
+from .common import NO_COLOR, Arguments, Real, declare, flag, option
+from .help_page import Group, HelpPage
 
 POLL_S = 0.2
 UNIT = "kvprefetchd.service"
 NAMED = 5  # ids in the error, when a part of one fits several
-LOG_FILE = {"FILE": "the standard output of serve; lines of other programs in it do no harm"}
+FILE = {"FILE": "the log, the standard output of serve; - or nothing: standard input"}
 TAIL = HelpPage(
     "print the log as readable lines",
     details="Times are UTC. Lines of other programs are printed unchanged, unless you give a filter or --json. After "
@@ -41,7 +42,7 @@ TAIL = HelpPage(
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
-    files=LOG_FILE,
+    arguments=FILE,
     environment=NO_COLOR,
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
@@ -56,45 +57,63 @@ EXPLAIN = HelpPage(
         ("kvprefetchd explain --json cmpl-7 kvprefetchd.log", "for a program"),
     ),
     exits={0: "found", 69: "no such request, several of them, or no log"},
-    files=LOG_FILE,
+    arguments={"REQUEST_ID": "its id, or a part of it that no other request has"} | FILE,
     also="kvprefetchd tail; docs/EVENTS.md has the fields of the line",
 )
 
 
-def add(commands: Commands) -> None:
-    tail = declare(commands, "tail", run_tail, TAIL)
-    add_log_source(tail)
-    option = tail.add_argument
-    option("-f", "--follow", action="store_true", help="go on with what comes, across rotation")
-    option(
-        "-n", "--lines", metavar="COUNT", type=_count, help="begin with the last COUNT lines (default: all; 10 with -f)"
+def add(commands: Group) -> None:
+    source = (
+        click.Argument(["file"], type=click.Path(allow_dash=True), required=False),
+        option(
+            "--journal",
+            metavar="[UNIT]",
+            is_flag=False,
+            flag_value=UNIT,
+            help=f"read the journal of this unit ({UNIT})",
+        ),
     )
-    option("--event", metavar="NAME", action="append", help="only this event; * as in request.*; repeatable")
-    option("--request", metavar="ID", help="only requests with this in their id")
-    option("--engine", metavar="ID", help="only this engine: its id or the start of it")
-    option("--level", choices=LEVELS, help="only this level and above")
-    option("--slow", metavar="MS", type=_ms, help="only requests that made the scheduler wait at least MS milliseconds")
-    option("--json", action="store_true", help="print the lines as JSON, as they were written")
-    option(
-        "--otlp",
-        metavar="URL",
-        help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, such as "
-        "http://localhost:4318/v1/traces (needs the extra kvprefetch[otel])",
+    at_least = "only requests that made the scheduler wait at least MS milliseconds"
+    declare(
+        commands,
+        "tail",
+        run_tail,
+        TAIL,
+        *source,
+        click.Option(["-f", "--follow"], is_flag=True, help="go on with what comes, across rotation"),
+        option(
+            "-n",
+            "--lines",
+            metavar="COUNT",
+            type=click.IntRange(min=0),
+            help="begin with the last COUNT lines (default: all; 10 with -f)",
+        ),
+        option("--event", metavar="NAME", multiple=True, help="only this event; * as in request.*; repeatable"),
+        option("--request", metavar="ID", help="only requests with this in their id"),
+        option("--engine", metavar="ID", help="only this engine: its id or the start of it"),
+        option("--level", type=click.Choice(LEVELS), help="only this level and above"),
+        option("--slow", metavar="MS", type=Real(min=0), help=at_least),
+        flag("--json", "print the lines as JSON, as they were written"),
+        option(
+            "--otlp",
+            metavar="URL",
+            help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, such as "
+            "http://localhost:4318/v1/traces (needs the extra kvprefetch[otel])",
+        ),
     )
-    request = declare(commands, "explain", run_explain, EXPLAIN)
-    request.add_argument("request", metavar="REQUEST_ID", help="its id, or a part of it that no other request has")
-    request.add_argument("--json", action="store_true", help="print the line, its spans and sentences as JSON")
-    add_log_source(request)
+    request = click.Argument(["request"], metavar="REQUEST_ID")
+    declare(
+        commands,
+        "explain",
+        run_explain,
+        EXPLAIN,
+        request,
+        *source,
+        flag("--json", "its line, spans and sentences as JSON"),
+    )
 
 
-def add_log_source(parser: argparse.ArgumentParser) -> None:
-    """Add FILE and `--journal [UNIT]`."""
-    parser.add_argument("file", metavar="FILE", nargs="?", help="the log; - or nothing: standard input")
-    text = f"read the journal of this unit (default: {UNIT})"
-    parser.add_argument("--journal", metavar="UNIT", nargs="?", const=UNIT, help=text)
-
-
-def log_source_name(arguments: argparse.Namespace) -> str:
+def log_source_name(arguments: Arguments) -> str:
     """Return the log that `lines` reads, in words."""
     if arguments.journal is not None:
         return f"the journal of {arguments.journal}"
@@ -114,7 +133,7 @@ def _not_empty(source: Generator[bytes, None, None], where: str) -> Generator[by
 
 @contextlib.contextmanager
 def lines(
-    arguments: argparse.Namespace, *, following: bool = False, last: int | None = None
+    arguments: Arguments, *, following: bool = False, last: int | None = None
 ) -> Iterator[Generator[bytes, None, None]]:
     """Open the chosen log and yield its lines, from the `last` ones on; with `following` they do not end.
 
@@ -145,7 +164,7 @@ def lines(
         raise Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}") from None
 
 
-def run_otlp(arguments: argparse.Namespace) -> int:
+def run_otlp(arguments: Arguments) -> int:
     """Send the requests of the log that the filters let through. Raises Unavailable where nobody takes them."""
     try:
         from ..telemetry.otlp import Exporter, ExportError
@@ -172,12 +191,12 @@ def run_otlp(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_tail(arguments: argparse.Namespace) -> int:
+def run_tail(arguments: Arguments) -> int:
     if arguments.otlp is not None:
         return run_otlp(arguments)
     filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow)
-    everything = all(each is None for each in filters)
-    for name in arguments.event or ():
+    everything = not any(each is not None and each != () for each in filters)
+    for name in arguments.event:
         if not any(fnmatchcase(event, name) for event in EVENTS):
             print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
     colour = pretty.wants_colour(sys.stdout)
@@ -200,7 +219,7 @@ def run_tail(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
+def to_the_end(arguments: Arguments) -> Iterator[None]:
     """Ignore the first SIGINT while the log is a pipe: Ctrl-C goes to all of a pipeline, and the writer has last lines.
     The second one ends us."""
     if arguments.journal is not None or arguments.file not in (None, "-") or not stat.S_ISFIFO(os.fstat(0).st_mode):
@@ -213,12 +232,12 @@ def to_the_end(arguments: argparse.Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def wanted(record: Record, arguments: argparse.Namespace) -> bool:
+def wanted(record: Record, arguments: Arguments) -> bool:
     """Whether all filters that were given let the record through."""
     event, level = record["event"], arguments.level
     waited_ms = pretty.figure(record, "exposed_ms") or 0.0
     return (
-        (arguments.event is None or any(fnmatchcase(event, name) for name in arguments.event))
+        (not arguments.event or any(fnmatchcase(event, name) for name in arguments.event))
         and (arguments.request is None or arguments.request in str(record.get("request_id", "")))
         and (arguments.engine is None or str(record.get("engine", "")).startswith(arguments.engine))
         and (level is None or record.get("level") in LEVELS[LEVELS.index(level) :])
@@ -226,20 +245,7 @@ def wanted(record: Record, arguments: argparse.Namespace) -> bool:
     )
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"should be a number of lines, 0 or more: {text!r}")
-    return int(text)
-
-
-def _ms(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"should be milliseconds, 0 or more: {text!r}")
-
-
-def run_explain(arguments: argparse.Namespace) -> int:
+def run_explain(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt), lines(arguments) as log:
         spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it needs no parsing
         found = reader.records(line for line in log if spelt in line)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
 from .client import look
-from .common import NO_COLOR, Commands, SocketPage, add_socket, declare, seconds
+from .common import NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, socket_option
+from .help_page import Group
 
 PAGE = SocketPage(
     "show the daemon's work, live",
@@ -33,16 +32,21 @@ PAGE = SocketPage(
 PAGE = replace(PAGE, environment={**PAGE.environment, **NO_COLOR})
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "top", run, PAGE)
-    add_socket(parser)
-    interval = partial(seconds, least=0.1)
-    parser.add_argument("--interval", metavar="S", type=interval, default=1.0, help="seconds between looks")
-    parser.add_argument("--once", action="store_true", help="look twice, an interval apart, print that, and end")
-    parser.add_argument("--json", action="store_true", help="as --once, as JSON: the status, and `now` with the rates")
+def add(commands: Group) -> None:
+    interval = Real(0.1, 3600)
+    declare(
+        commands,
+        "top",
+        run,
+        PAGE,
+        socket_option(),
+        option("--interval", metavar="S", type=interval, default=1.0, help="seconds between looks"),
+        flag("--once", "look twice, an interval apart, print that, and end"),
+        flag("--json", "as --once, as JSON: the status, and `now` with the rates"),
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or arguments.json or not sys.stdout.isatty():
             now, rates = looked_twice(arguments.socket, arguments.interval)

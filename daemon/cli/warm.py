@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -13,9 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+import click
+
 from ...shmring.wire.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from .client import Conversation, Unavailable
-from .common import Commands, SocketPage, add_socket, declare
+from .common import Arguments, SocketPage, declare, flag, option, socket_option
+from .help_page import Group
 from .prompts import PromptHasher, read
 
 PAGE = SocketPage(
@@ -25,6 +27,7 @@ PAGE = SocketPage(
     "vLLM in this command's environment. The daemon fetches these blocks only while no request waits for one, into "
     "room that no request holds; the next request finds them, until others need the room. Root and the daemon's own "
     "user may name any engine, others their own.",
+    arguments={"FILE": "the list; - for standard input"},
     examples=(
         ("kvprefetchd warm system-prompts.jsonl", "before the first users come"),
         ("kvprefetchd warm - --engine ENGINE_ID < list.jsonl", "for one engine of several"),
@@ -46,16 +49,13 @@ SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "warm", run, PAGE)
-    parser.add_argument("file", metavar="FILE", help="the list; - for standard input")
-    text = "its id, or the start (default: the only one attached)"
-    parser.add_argument("--engine", metavar="ID", default="", help=text)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    add_socket(parser)
+def add(commands: Group) -> None:
+    file = click.Argument(["file"], type=click.Path(allow_dash=True))
+    engine = option("--engine", metavar="ID", default="", help="its id, or the start (default: the only one attached)")
+    declare(commands, "warm", run, PAGE, file, engine, flag("--json", "print the result as JSON"), socket_option())
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Arguments) -> int:
     lines: Counter[str] = Counter()
     with opened(arguments.file) as file, Conversation(arguments.socket, TIMEOUT_S) as daemon:
         sender = Sender(daemon, arguments.engine, progress=sys.stderr.isatty())

@@ -17,8 +17,8 @@ import yaml
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
-from kvprefetch.daemon.cli.help_page import EXITS
-from kvprefetch.daemon.cli.main import build_parser
+from kvprefetch.daemon.cli.help_page import EXITS, Group
+from kvprefetch.daemon.cli.main import build
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
@@ -84,8 +84,7 @@ def daemon() -> str:
 def exits() -> str:
     """The table of docs/reference/command-line.md."""
     lines = ["| status | command | meaning |", "| --- | --- | --- |"]
-    commands = [(name, each.get_default) for name, each in build_parser().commands.items()]
-    pages = {name: default("page") for name, default in commands if default("run") is not None}
+    pages = {name: each.page for name, each in build().all_commands().items() if not isinstance(each, Group)}
     rows = [(status, name, said) for name, page in pages.items() for status, said in page.exits.items()]
     rows += [(status, "", said) for status, said in EXITS.items()] + [(130, "", "interrupted, where no row says else")]
     for status, name, said in sorted(rows, key=lambda row: row[:2]):

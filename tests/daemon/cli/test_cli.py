@@ -24,12 +24,12 @@ from tests.support.command import COMMAND, kvprefetchd, one_line, run
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--stagin", "1GiB"], ["--stagin"]),
+        (["--stagin", "1GiB"], ["--stagin", "'--staging'"]),
         (["--staging", "lots"], ["staging", "'lots'", "512MiB"]),
         (["--staging", "100"], ["staging: should be 4KiB to 4TiB: staging='100'"]),
         (["--fetch-threads", "0"], ["fetch_threads", "'0'", "greater than or equal to 1"]),
         (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
-        (["--log-level", "loud"], ["log_level", "'loud'"]),
+        (["--log-level", "loud"], ["--log-level", "'loud'", "'debug'"]),
         (["--mooncake-config", "/nonexistent/mooncake.json"], ["/nonexistent/mooncake.json"]),
         (["--mooncake-config", "mistyped.json"], ["master_server_adress"]),
     ],
@@ -104,13 +104,14 @@ def test_in_an_engine_s_environment(arguments: list[str], status: int, words: st
 @pytest.mark.parametrize(
     ("arguments", "status", "cure"),
     [
-        ([], 78, "required: COMMAND; see kvprefetchd --help"),
-        (["mode"], 78, "required: {on,shadow,off}; see kvprefetchd mode --help"),
-        (["store"], 78, "required: ACTION; see kvprefetchd store --help"),
-        (["store", "ls", "--yes"], 78, "unrecognized arguments: --yes"),
-        (["statsu"], 78, "did you mean status?; see kvprefetchd --help"),
-        (["store", "purg"], 78, "did you mean purge?; see kvprefetchd store --help"),
-        (["mode", "of"], 78, "did you mean off?; see kvprefetchd mode --help"),
+        ([], 78, "Missing command. (see kvprefetchd --help)"),
+        (["mode"], 78, "Missing argument"),
+        (["store"], 78, "Missing command. (see kvprefetchd store --help)"),
+        (["store", "ls", "--yes"], 78, "No such option '--yes'."),
+        (["statsu"], 78, "'status'?) (see kvprefetchd --help)"),
+        (["store", "purg"], 78, "Did you mean 'purge'? (see kvprefetchd store --help)"),
+        (["mode", "of"], 78, "'of' is not one of 'on', 'shadow', 'off'. (see kvprefetchd mode --help)"),
+        (["status", "--wait", "nan"], 78, "Invalid value for '--wait': 'nan' is no number."),
         (["status", "--socket", "/nonexistent"], 69, "start it (kvprefetchd serve"),
         (["stat", "--socket", "/nonexistent"], 69, "socket='/nonexistent'"),
     ],
@@ -126,8 +127,8 @@ def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[
     assert main([]) == 78
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("usage: kvprefetchd ")
-    assert [name for name in ("serve", "doctor", "explain") if f"\n    {name} " not in shown.err] == []
+    assert shown.err.startswith("Usage: kvprefetchd ")
+    assert [name for name in ("serve", "doctor", "explain") if f"\n  {name} " not in shown.err] == []
     assert shown.err.splitlines()[-1].startswith("kvprefetchd: command line: ")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.cli.completion import SHELLS
-from tests.support.command import kvprefetchd, run
+from tests.support.command import COMMAND, kvprefetchd, run
 
 # Bash sets these variables and calls the function that `complete -F` named; nothing else happens at a press of Tab.
 TAB = """
 . {script}
+compopt() {{ echo "compopt $*"; }}  # of bash, for a press of Tab alone
 COMP_WORDS=({words} {last}) COMP_CWORD={count} COMP_LINE={line} COMP_POINT={length}
 $(complete -p kvprefetchd | sed 's/.* -F \\([^ ]*\\).*/\\1/') kvprefetchd {last} {before}
 printf '%s\\n' "${{COMPREPLY[@]}}"
@@ -25,8 +27,9 @@ needs_shell = {
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("shtab")
     folder = tmp_path_factory.mktemp("completion")
+    (folder / "kvprefetchd").write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    (folder / "kvprefetchd").chmod(0o755)
     for shell in SHELLS:
         done = kvprefetchd("completion", shell)
         assert done.returncode == 0, done.stderr
@@ -39,7 +42,7 @@ def offered(script: Path, line: str) -> set[str]:
     *words, last = line.split(" ")
     values = {"words": " ".join(words), "last": shlex.quote(last), "count": len(words), "before": words[-1]}
     text = TAB.format(script=script, line=shlex.quote(line), length=len(line), **values)
-    done = run(["bash", "--norc", "-c", text])
+    done = run(["bash", "--norc", "-c", text], PATH=f"{script.parent}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -64,15 +67,16 @@ def test_bash_completes_commands_options_and_choices(scripts: Path, line: str, s
 
 
 @needs_shell["bash"]
-def test_bash_completes_files(scripts: Path, tmp_path: Path) -> None:
-    (tmp_path / "kvprefetchd.log").touch()
-    assert str(tmp_path / "kvprefetchd.log") in offered(scripts / "bash", f"kvprefetchd tail {tmp_path}/kv")
+def test_bash_completes_files(scripts: Path) -> None:
+    """Bash itself does, when it is asked for its default."""
+    assert {"compopt", "-o", "default"} <= offered(scripts / "bash", "kvprefetchd tail kv")
+    assert {"compopt", "-o", "default"} <= offered(scripts / "bash", "kvprefetchd serve --config kv")
 
 
 @needs_shell["fish"]
 def test_fish_completes(scripts: Path) -> None:
     ask = f"source {scripts}/fish; complete -C 'kvprefetchd sta'; complete -C 'kvprefetchd store --'"
-    done = run(["fish", "--no-config", "-c", ask], HOME=str(scripts))
+    done = run(["fish", "--no-config", "-c", ask], HOME=str(scripts), PATH=f"{scripts}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert {"stat", "status"} <= {line.split("\t")[0] for line in done.stdout.splitlines()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -10,25 +9,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from kvprefetch.daemon.cli import findings, main
 from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.findings import commit
+from kvprefetch.daemon.cli.help_page import Command
 from kvprefetch.daemon.config.model import DaemonConfig, load
 from tests.support import documents
 from tests.support.command import run
 
 ROOT = Path(__file__).resolve().parents[3]
-SECTIONS = ["examples:", "exit status:", "files:", "environment:"]
+SECTIONS = ["Options:", "Examples:", "Exit status:"]
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    parser = main.build_parser()
-    return {"": parser, **parser.commands}
+def commands() -> dict[str, Command]:
+    group = main.build()
+    return {"": group, **group.all_commands()}
 
 
-NAMES = list(parsers())
+NAMES = list(commands())
+
+
+def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main.main([*name.split(), "--help"]) == 0
+    return capsys.readouterr().out
 
 
 def section(text: str, name: str) -> list[str]:
@@ -38,14 +44,14 @@ def section(text: str, name: str) -> list[str]:
 
 def examples(text: str) -> list[list[str]]:
     """Words of each command line of ours among the examples, pipes and redirections taken apart."""
-    lines = [line.strip() for line in section(text, "examples:") if not line.startswith("      ")]
+    lines = [line.strip() for line in section(text, "Examples:") if not line.startswith("      ")]
     parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" [<>] \S+", "", line))]
     return [shlex.split(part) for part in parts]
 
 
 def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
     """NumPy alone would nearly double the time until `kvprefetchd status` answers."""
-    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "shtab", "structlog", "vllm"}
+    heavy = {"mooncake", "numpy", "prometheus_client", "rich", "structlog", "vllm"}
     script = "import sys; import kvprefetch.daemon.cli.main; print(*sys.modules)"
     result = run([sys.executable, "-c", script])
     assert result.returncode == 0, result.stderr
@@ -54,55 +60,55 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 def test_every_command_is_there() -> None:
     expected = (
-        "serve check-config config status health stat mode top tail explain install-unit doctor latency store warm "
-        "completion"
+        "serve check-config config status health stat mode top tail explain install-unit doctor store warm completion"
     )
     assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
     assert [name for name in NAMES if " " in name] == ["config init", "store ls", "store stat", "store purge"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_help_has_what_a_man_page_has(name: str) -> None:
-    parser = parsers()[name]
-    text = parser.format_help()
+def test_the_help_has_what_a_man_page_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = commands()[name]
+    text = help_of(name, capsys)
     places = [text.index(f"\n{heading}\n") for heading in SECTIONS]
     assert places == sorted(places)
-    assert len(parser.description or "") > 60, "what it does, in more than its one line of the list"
-    statuses = [line.split()[0] for line in section(text, "exit status:") if re.match(r"  \d", line)]
+    assert len(command.help or "") > 60, "what it does, in more than its one line of the list"
+    statuses = [line.split()[0] for line in section(text, "Exit status:") if re.match(r"  \d", line)]
     assert statuses[0] == "0"
     assert statuses == sorted(statuses, key=int)
     assert {str(EX_UNAVAILABLE), str(main.EX_CONFIG)} <= set(statuses)
-    for action in parser._actions:
-        assert action.help or isinstance(action, argparse._SubParsersAction), action.dest
+    for param in command.params:
+        name = param.metavar or str(param.name).upper()
+        assert param.help if isinstance(param, click.Option) else name in command.page.arguments
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_examples_are_commands(name: str) -> None:
-    shown = examples(parsers()[name].format_help())
+def test_the_examples_are_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = examples(help_of(name, capsys))
     assert shown
     assert shown[0][1 : 1 + len(name.split())] == name.split()
     for words in shown:
         assert words[0] == "kvprefetchd"
-        parsed, unknown = main.build_parser().parse_known_args(words[1:])
-        assert not unknown, words
-        if words[1] in ("serve", "check-config", "config", "doctor", "latency"):
-            load({key: value for key, value in vars(parsed).items() if key in DaemonConfig.model_fields and value})
+        found = max((each for each in NAMES if words[1 : 1 + len(each.split())] == each.split()), key=len)
+        context = commands()[found].make_context(found, words[1 + len(found.split()) :])
+        if found in ("serve", "check-config", "config init", "doctor"):
+            load({key: value for key, value in context.params.items() if key in DaemonConfig.model_fields and value})
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_help_fits_the_terminal(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_fits_the_terminal(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = parsers()[name].format_help()
-    shown = set(section(text, "examples:"))
+    text = help_of(name, capsys)
+    shown = set(section(text, "Examples:"))
     for line in text.splitlines():
         assert len(line) <= min(columns, 112) or line in shown or " " not in line.strip(), line
 
 
 def test_the_version_names_the_protocol(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["--version"])
-    assert ended.value.code == 0
+    assert main.main(["--version"]) == 0
     first, libraries = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"kvprefetchd \d+\.\d+\.\S+(, commit \S+)?, protocol \d+", first)
     for name in ("python", "kernel", "numpy", "pydantic"):

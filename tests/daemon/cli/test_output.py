@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.cli import main
+from kvprefetch.daemon.cli.help_page import Group
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.command import COMMAND, kvprefetchd
@@ -26,9 +27,8 @@ DONE = {
 
 
 def test_each_command_has_json_or_shows_nothing() -> None:
-    parsers = main.build_parser().commands
-    commands = {name for name, parser in parsers.items() if parser.get_default("run") is not None}
-    assert commands - {name for name in commands if "--json" in parsers[name].options()} == WITHOUT
+    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, Group)}
+    assert {name for name, each in commands.items() if "json" not in [param.name for param in each.params]} == WITHOUT
 
 
 def test_json_of_commands_that_ask_a_daemon(shared_daemon: Daemon) -> None:

@@ -119,7 +119,7 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
         (["--save-share", "-1"], "save_share='-1'\n"),
         (["--wasted-share", "0"], "wasted_share='0'\n"),
         (["--wasted-share", "1.1"], "less than or equal to 1"),
-        (["--stagging", "1GiB"], "did you mean --staging?"),
+        (["--stagging", "1GiB"], "Did you mean one of: '--device-staging', '--staging'"),
     ],
 )
 def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) -> None:

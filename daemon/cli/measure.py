@@ -1,8 +1,7 @@
-"""`kvprefetchd latency`: how long the daemon, the master, each storage node and the disk take to answer."""
+"""`kvprefetchd doctor --measure`: how long the daemon, the master, each storage node and the disk take to answer."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -24,22 +23,7 @@ from ..store.disk import DiskSpec
 from ..telemetry.overview import aligned
 from ..telemetry.pretty import number, printable
 from .client import Conversation, Unavailable
-from .common import Commands, ConfigurationPage, accepted, add_configuration, configuration_sources, declare
 
-PAGE = ConfigurationPage(
-    "time the control socket, the master, a get from each storage node, and the disk",
-    details="Takes the options of serve. With --mooncake-config it joins the cluster, puts 64 values of 1 MiB, reads "
-    "those of each node as the daemon does, and removes them; otherwise it does so in a private store. With --disk it "
-    "writes and reads a nameless file of 64 MiB in that folder, past the page cache where the file system can. MB/s "
-    "is one read after the other: several at once may give more.",
-    examples=(
-        ("kvprefetchd latency", "this machine: the running daemon, and a private store"),
-        ("kvprefetchd latency --mooncake-config mooncake.json", "a cluster, node by node"),
-        ("kvprefetchd latency --disk /var/lib/kvprefetch/disk:500GiB --json", "a disk too, for a program"),
-    ),
-    exits={0: "everything answered", 1: "something did not; its line says what"},
-    also="kvprefetchd doctor; docs/TUNING.md",
-)
 ASKED = 100
 STORE_S = 100.0
 CHUNK_BYTES, CHUNKS = 1 << 20, 64
@@ -47,18 +31,11 @@ CHUNK_BYTES, CHUNKS = 1 << 20, 64
 Found = dict[str, Any]  # `what`, `ms` and for reads the `bytes` of each; or `failed`
 
 
-def add(commands: Commands) -> None:
-    parser = declare(commands, "latency", run, PAGE)
-    parser.add_argument("--json", action="store_true", help="as JSON, times in ms")
-    add_configuration(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    config = accepted(configuration_sources(arguments)).config
+def run(config: DaemonConfig, *, as_json: bool) -> int:
     found = [*socket(config), *store(config), *disk(config)]
     rows = [summary(each) for each in found if "ms" in each]
     failed = [str(each["failed"]) for each in found if "failed" in each]
-    if arguments.json:
+    if as_json:
         print(json.dumps({"measured": rows, "failed": failed}, indent=2))
     else:
         cells = [[row["what"], *(number(row[name]) for name in ("p50_ms", "p99_ms")), _rate(row)] for row in rows]

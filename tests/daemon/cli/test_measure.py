@@ -1,4 +1,4 @@
-"""`kvprefetchd latency`: a real daemon, a real cluster of two storage nodes, a folder, and each of them missing."""
+"""`kvprefetchd doctor --measure`: a real daemon, a cluster of two nodes, a folder, and each of them missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.cli import latency
+from kvprefetch.daemon.cli import measure
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.model import load
 from tests.daemon.stores import absent_cluster
@@ -22,7 +22,7 @@ SMALL = ("--staging", "64MiB", "--memory", "64MiB", "--json")
 
 def measured(*arguments: object, status: int) -> tuple[dict[str, Any], list[str]]:
     """Rows by what was measured, and what failed."""
-    result = kvprefetchd("latency", *SMALL, *arguments)
+    result = kvprefetchd("doctor", "--measure", *SMALL, *arguments)
     assert result.returncode == status, result.stdout + result.stderr
     answer = json.loads(result.stdout)
     return {row["what"]: row for row in answer["measured"]}, answer["failed"]
@@ -31,7 +31,7 @@ def measured(*arguments: object, status: int) -> tuple[dict[str, Any], list[str]
 @pytest.mark.parametrize(("count", "p50", "p99"), [(1, 1, 1), (2, 1, 2), (100, 50, 99), (1000, 500, 990)])
 def test_percentiles_are_those_of_the_times(count: int, p50: int, p99: int) -> None:
     """The nearest rank; the rate is all bytes in all of the time."""
-    row = latency.summary({"what": "x", "ms": [*range(count, 0, -1)], "bytes": 1000})
+    row = measure.summary({"what": "x", "ms": [*range(count, 0, -1)], "bytes": 1000})
     assert (row["count"], row["p50_ms"], row["p99_ms"]) == (count, p50, p99)
     assert row["mb_s"] == pytest.approx(1000 * count / (count * (count + 1) / 2) / 1e3)
 
@@ -51,7 +51,8 @@ def test_each_part_has_its_row(serve: Callable[..., Daemon], tmp_path: Path) -> 
 def test_an_engine_s_environment_has_no_store_to_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(latency, "find_spec", lambda _: None)
+    monkeypatch.setattr(measure, "find_spec", lambda _: None)
+    # By its name of earlier releases.
     assert main(["latency", "--staging", "64MiB", "--memory", "64MiB", "--socket", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"failed: no daemon answers: socket='{tmp_path}/none': No such file or directory",
@@ -74,5 +75,5 @@ def test_what_does_not_answer_is_named(tmp_path: Path) -> None:
     """A cluster that is not there, and a folder that is not there, are a line each."""
     _, failed = measured("--mooncake-config", absent_cluster(tmp_path), "--socket", tmp_path / "none", status=1)
     assert len(failed) == 2
-    (missing,) = latency.disk(load({"disk": f"{tmp_path}/missing"}))
+    (missing,) = measure.disk(load({"disk": f"{tmp_path}/missing"}))
     assert missing["failed"] == f"disk: No such file or directory: disk='{tmp_path}/missing'"
