@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 LINTED := .
 # Test processes at a time; each keeps about one core and 3 GB busy.
 JOBS   ?= 2
-LINKED := $(wildcard package/*) daemon kv shmring connector systemd
+LINKED := $(wildcard package/*) daemon kv shmring connector systemd docs
 # A machine with a GPU brings its own Python: no setup, and no plugins of its pytest.
 ON_GPU  = PYTHONPATH=build/links:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1 $(or $(PYTHON),$(BIN)/python)
 
@@ -21,7 +21,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ simulate-traces: setup ## recorded traces, unscaled, in the simulation: ARGS="co
 
 simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
 	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
+
+wheel: ## a wheel for this machine into dist/ (needs a C compiler)
+	@$(or $(PYTHON),python3) -m pip wheel -q --no-deps -w dist . && ls dist/*.whl
 
 release: ## build the source distribution and the wheels into dist/ and check them; uploads nothing
 	@.ci/release

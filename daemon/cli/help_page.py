@@ -16,6 +16,18 @@ EXITS = {
 }
 
 
+# What people try, and what it is here.
+HINTS = {
+    **dict.fromkeys(("start", "run"), "kvprefetchd serve, or systemctl start kvprefetchd"),
+    **dict.fromkeys(("stop", "restart"), "the service manager does it, as systemctl restart kvprefetchd"),
+    **dict.fromkeys(("log", "logs"), "kvprefetchd tail FILE, or tail --journal"),
+    **dict.fromkeys(("purge", "ls"), "kvprefetchd store has it"),
+    "ping": "kvprefetchd health",
+    "version": "kvprefetchd --version",
+    "help": "kvprefetchd --help",
+}
+
+
 @dataclass(frozen=True)
 class HelpPage:
     """One command's help around its options. `examples` are (command line, purpose); other mappings have terms as keys.
@@ -67,6 +79,13 @@ class Group(Command, click.Group):
 
     def __init__(self, name: str, page: HelpPage, **more: Any) -> None:
         super().__init__(name, page, no_args_is_help=False, subcommand_metavar="COMMAND", **more)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in HINTS and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}: {HINTS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

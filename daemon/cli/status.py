@@ -1,8 +1,10 @@
-"""`kvprefetchd status`, `health`, `stat` and `mode`: look at a running daemon, or switch it."""
+"""`kvprefetchd status`, `health`, `stat`, `mode` and `reload`: look at a running daemon, or switch it."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import get_args
 
 import click
 
-from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status
+from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
 from .client import EX_UNAVAILABLE, Unavailable, ask, look
@@ -75,6 +77,16 @@ MODE = SocketPage(
 )
 
 
+RELOAD = SocketPage(
+    "let a running daemon read its configuration again",
+    details="It sends the daemon SIGHUP, as `systemctl reload kvprefetchd` does. The daemon's log says what changed "
+    "(`config.changed`), what needs a restart (`config.kept`), and what is bad (`config.invalid`).",
+    examples=(("kvprefetchd reload", "after an edit, and after check-config --config FILE"),),
+    exits={0: "the daemon got the signal", 69: "no daemon answers, or it is another user's"},
+    also="kvprefetchd check-config; docs/reference/configuration.md says which keys a reload changes",
+)
+
+
 def add(commands: Group) -> None:
     socket = socket_option()
 
@@ -101,6 +113,7 @@ def add(commands: Group) -> None:
         socket,
     )
     declare(commands, "stat", run_stat, STAT, flag("--json", "no effect: it prints nothing else"), socket)
+    declare(commands, "reload", run_reload, RELOAD, socket)
     declare(commands, "mode", run_mode, MODE, click.Argument(["mode"], type=click.Choice(get_args(Mode))), socket)
 
 
@@ -154,3 +167,13 @@ def run_stat(arguments: Arguments) -> int:
 
 def run_mode(arguments: Arguments) -> int:
     return command_daemon(SetMode(mode=arguments.mode), arguments.socket)
+
+
+def run_reload(arguments: Arguments) -> int:
+    pid = ask(arguments.socket, StatusQuery(), Status).pid
+    try:
+        os.kill(pid, signal.SIGHUP)
+    except OSError as error:  # of another user, or in another PID namespace
+        raise Unavailable(f"the daemon cannot be signalled: {error.strerror}: pid={pid}") from None
+    print(f"pid {pid} reads its configuration again; its log says what changed")
+    return 0

@@ -18,7 +18,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 # These do something, and write no more than a line about it; or their output is a file by itself.
-WITHOUT = {"serve", "mode", "store purge", "install-unit", "config init", "completion"}
+WITHOUT = {"serve", "mode", "reload", "docs", "store purge", "install-unit", "config init", "completion"}
 DONE = {
     "ts": "2026-11-21T07:30:00.000000Z", "level": "warning", "event": "request.done", "engine": "e",
     "outcome": "loaded", "request_id": "cmpl-7", "hint_blocks": 4, "loaded_blocks": 4,
