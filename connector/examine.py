@@ -23,12 +23,13 @@ from ..shmring.wire.attach import Refused
 from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of, user_id
-from ..shmring.wire.records import ProtocolError
+from ..shmring.wire.records import PROTOCOL, ProtocolError
 from . import compat, config
 
 NAME = "KVPrefetchConnector"
 DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
 ANSWER_S = 2.0
+SYMPTOM = "kvprefetchd docs symptoms, “An engine does not attach”"
 _ROLES = ("kv_both", "kv_consumer", "kv_producer")
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _FULL = ("full_attention", "attention")
@@ -126,7 +127,7 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
     except ValueError:  # said above
         return
     where = f"socket={settings.socket!r} uid={os.getuid()}"
-    advice = "run this as the engine's user; docs/symptoms.md, “An engine does not attach”"
+    advice = f"is the engine's user another one? run this as that; otherwise {SYMPTOM}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(ANSWER_S)
         try:
@@ -142,10 +143,15 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
             return
         except (OSError, ProtocolError) as error:
             what = f"no daemon answers: {where}: {getattr(error, 'strerror', None) or error}"
-            yield "note", what, "start it (kvprefetchd serve), or give both sides the same socket"
+            yield "bad", what, "start it (kvprefetchd serve), or give both sides the same socket"
             return
     answer = received[0] if received is not None else None
     if isinstance(answer, Status):
+        if answer.protocol not in (0, PROTOCOL):
+            what = (
+                f"protocol differs: engine={PROTOCOL} ({__version__!r}) daemon={answer.protocol} ({answer.version!r})"
+            )
+            yield "bad", what, "upgrade the older side, and restart it: until then engines are served nothing"
         level = "ok" if answer.version == __version__ else "note"
         yield level, f"daemon {answer.version} answers: pid {answer.pid}, engines {answer.engine_count}", ""
         yield from _refused(answer.refused, str(ours.get("engine_id", "")))
@@ -159,7 +165,7 @@ def _refused(found: Sequence[Mapping[str, int | str]], engine_id: str) -> Iterat
         name = str(each.get("engine", ""))
         if each.get("uid") == os.geteuid() and (not engine_id or not name or name == engine_id):
             what = f"the daemon refuses {f'engine {name}' if name else 'a process'}, pid {each.get('pid')}"
-            yield "bad", f"{what}: {each.get('error')}", "docs/symptoms.md, “An engine does not attach”"
+            yield "bad", f"{what}: {each.get('error')}", SYMPTOM
 
 
 def gpu(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -83,10 +83,9 @@ def socket_option() -> click.Option:
 
 def find_socket(environ: Mapping[str, str]) -> Path:
     """Return $KVPREFETCHD_SOCKET, else the socket of this user's daemon where it exists, else the system's."""
-    if named := environ.get(f"{PREFIX}SOCKET"):
-        return Path(named)
     own = Path(default_socket(environ))
-    return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
+    named = own.exists() or environ.get(f"{PREFIX}SOCKET")
+    return own if named or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
 def configuration_options() -> Iterator[click.Option]:

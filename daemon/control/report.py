@@ -11,7 +11,7 @@ from ... import __version__
 from ...shmring import view
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.wire.admin import Segments, Status
-from ...shmring.wire.records import FlagState
+from ...shmring.wire.records import PROTOCOL, FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
 from ..telemetry.health import judge
@@ -46,7 +46,8 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
 
 def at_start(snapshot: Snapshot) -> dict[str, Any]:
     """Return what the daemon shows of itself before it serves."""
-    return {"version": __version__, "pid": os.getpid(), "phase": snapshot.phase, "started_ns": snapshot.started_ns}
+    said = {"version": __version__, "protocol": PROTOCOL, "pid": os.getpid()}
+    return said | {"phase": snapshot.phase, "started_ns": snapshot.started_ns}
 
 
 def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None, now_ns: int) -> dict[str, Any]:

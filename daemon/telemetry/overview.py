@@ -130,8 +130,8 @@ def headline(status: Status) -> str:
         store = "does NOT answer: new requests are misses"
     calls = ", ".join(f"{kind} {number(age_s)} s" for kind, age_s in sorted(status.calls.items()))
     return (
-        f"kvprefetchd {status.version}, pid {status.pid}, up {duration(status.uptime_s)}; mode {status.mode}; "
-        f"store {store}; store calls in flight: {calls or 'none'}"
+        f"kvprefetchd {status.version}, protocol {status.protocol or '?'}, pid {status.pid}, "
+        f"up {duration(status.uptime_s)}; mode {status.mode}; store {store}; store calls in flight: {calls or 'none'}"
     )
 
 

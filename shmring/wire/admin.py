@@ -48,6 +48,7 @@ class Status(Packet):
 
     type: Literal["status"] = "status"
     version: str
+    protocol: int = 0  # with engines; 0: not said
     pid: int
     mode: str = "on"
     master_http: str = ""  # host:port of the embedded master's HTTP interface

@@ -13,7 +13,10 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7)
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the meeting place: in $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
+    """Return the meeting place of engine, daemon and commands: $KVPREFETCHD_SOCKET, or a socket in $RUNTIME_DIRECTORY
+    (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
+    if named := environ.get("KVPREFETCHD_SOCKET"):
+        return named
     folder = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
     if not folder:
         folder = os.path.join(environ.get("XDG_RUNTIME_DIR") or "/run", "kvprefetch")

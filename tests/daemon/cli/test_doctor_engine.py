@@ -6,12 +6,16 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvprefetch.shmring.wire.admin import Status
+from kvprefetch.shmring.wire.codec import receive_message, send_message
+from kvprefetch.shmring.wire.records import PROTOCOL
 from tests.lab.daemon import Daemon
 from tests.support.command import kvprefetchd, one_line, run
 from tests.support.ordinary import AS_NOBODY, effective_user
@@ -122,6 +126,40 @@ def test_the_daemon_behind_the_connector_s_socket_answers(serve: Callable[..., D
         daemon.socket.chmod(0o666)
         (refused,) = findings("--kv-transfer-config", given, command=[*AS_NOBODY, *EXAMINE])["daemon"]
         assert refused.startswith("bad uid=65534 may not attach")
+
+
+def test_the_socket_is_that_of_the_environment_and_no_daemon_there_is_bad(tmp_path: Path) -> None:
+    """As for all other commands: engine, daemon and commands meet where one variable says."""
+    path = str(tmp_path / "none.sock")
+    done = run(EXAMINE, KVPREFETCHD_SOCKET=path)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert ["ok", "configuration", f"mode on, socket {path}", ""] in said
+    ((level, what),) = [(level, what) for level, name, what, _ in said if name == "daemon"]
+    assert (level, what.startswith(f"no daemon answers: socket='{path}'")) == ("bad", True)
+
+
+def test_a_daemon_of_another_protocol_is_bad(tmp_path: Path) -> None:
+    """Such a daemon would refuse this engine; another release of one protocol is only a note."""
+    path = str(tmp_path / "s.sock")
+    older = Status(version="0.0.1", protocol=PROTOCOL - 1, pid=7, store_open=True, engines=[])
+
+    def answer(listener: socket.socket) -> None:
+        asking, _ = listener.accept()
+        with asking:
+            receive_message(asking)
+            send_message(asking, older)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        given = transfer(kv_connector_extra_config={"socket": path})
+        bad, note = findings("--kv-transfer-config", given)["daemon"]
+        thread.join()
+    assert bad.startswith(f"bad protocol differs: engine={PROTOCOL} ")
+    assert f"daemon={PROTOCOL - 1} ('0.0.1') upgrade the older side" in bad
+    assert note.startswith("note daemon 0.0.1 answers")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to listen as another user")
