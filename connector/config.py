@@ -91,7 +91,7 @@ def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
     try:
         return ConnectorConfig.model_validate({**config.model_dump(), **wishes})
     except ValidationError as error:
-        raise ValueError(f"kv_transfer_params: {first_error(error)}") from None
+        raise ValueError(f"kv_transfer_params: {first_error(error, ConnectorConfig)}") from None
 
 
 def load(values: Mapping[str, Any]) -> ConnectorConfig:
@@ -105,4 +105,4 @@ def load(values: Mapping[str, Any]) -> ConnectorConfig:
     try:
         return ConnectorConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise ValueError(f"kv_connector_extra_config: {first_error(error)}") from None
+        raise ValueError(f"kv_connector_extra_config: {first_error(error, ConnectorConfig)}") from None

@@ -176,4 +176,4 @@ def load(values: Mapping[str, Any]) -> DaemonConfig:
     try:
         return DaemonConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(first_error(error)) from None
+        raise ConfigError(first_error(error, DaemonConfig)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ def resolve(sources: Sources) -> Effective:
     layers += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in sources.flags.items()]
     for place, layer in layers:
         for name, value in layer.items():
+            if isinstance(value, dict) and name not in DaemonConfig.model_fields:
+                raise ConfigError(f"{place}: keys stand at the top of the file, below no table: [{name}]")
             _check(name, place, DaemonConfig.model_fields)
             values[name], origin[name] = value, place
     try:
@@ -71,7 +74,9 @@ def resolve(sources: Sources) -> Effective:
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
         place = origin[key]
-        raise ConfigError(first_error(error) + ("" if place.startswith("--") else f" (from {place})")) from None
+        raise ConfigError(
+            first_error(error, DaemonConfig) + ("" if place.startswith("--") else f" (from {place})")
+        ) from None
 
 
 def _check(name: str, place: str, known: Collection[str]) -> None:
@@ -87,8 +92,20 @@ def _read(path: Path) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"config: is too large: max_bytes={MAX_FILE_BYTES} config={str(path)!r}")
-        return tomllib.loads(data.decode())
+        text = data.decode("utf-8-sig")  # Windows' editors write a mark at the start
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"config: cannot be read: {error.strerror or error}: config={str(path)!r}") from None
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets a thousand deep
-        raise ConfigError(f"config: not TOML: {error}: config={str(path)!r}") from None
+        raise ConfigError(f"config: not TOML: {error}{_slip(str(error), data)}: config={str(path)!r}") from None
+
+
+def _slip(error: str, data: bytes) -> str:
+    """Say what TOML wants in the line that its parser names, for the two commonest slips."""
+    number = re.search(r"at line (\d+)", error)
+    line = data.splitlines()[int(number[1]) - 1].decode(errors="replace") if number else ""
+    slip = re.match(r"\s*(\w+)\s*=\s*([\w.]+)\s*(#.*)?$", line)
+    if slip is None:
+        return ""
+    octal = "an octal number is" if slip[2].isdecimal() else "text and a number with a unit are"
+    return f'; {octal} quoted: {slip[1]} = "{slip[2]}"'

@@ -28,11 +28,14 @@ class Packet(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def first_error(error: ValidationError) -> str:
-    """Return the first problem of a failed validation in one line: key, bound, value."""
+def first_error(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """Return the first problem of a failed validation in one line: key, bound, value; with the model both bounds."""
     item = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in item["loc"]) or "value"
     text = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+    if model is not None and (field := model.model_fields.get(key)) and {"ge", "le"} & item.get("ctx", {}).keys():
+        least, most = (getattr(each, name) for name in ("ge", "le") for each in field.metadata if hasattr(each, name))
+        text = f"should be {least} to {most}"
     message = text[0].lower() + text[1:]
     return f"{key}: {message}" + ("" if item["type"] == "missing" else f": {key}={shown(item['input'])}")
 

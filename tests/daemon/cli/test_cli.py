@@ -27,7 +27,7 @@ from tests.support.command import COMMAND, kvprefetchd, one_line, run
         (["--stagin", "1GiB"], ["--stagin", "'--staging'"]),
         (["--staging", "lots"], ["staging", "'lots'", "512MiB"]),
         (["--staging", "100"], ["staging: should be 4KiB to 4TiB: staging='100'"]),
-        (["--fetch-threads", "0"], ["fetch_threads", "'0'", "greater than or equal to 1"]),
+        (["--fetch-threads", "0"], ["fetch_threads: should be 1 to 64: fetch_threads='0'"]),
         (["--master-port", "70000"], ["master_port", "'70000'", "65535"]),
         (["--log-level", "loud"], ["--log-level", "'loud'", "'debug'"]),
         (["--mooncake-config", "/nonexistent/mooncake.json"], ["/nonexistent/mooncake.json"]),

@@ -45,10 +45,13 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("stagin = 1", {}, ["kvprefetchd.toml", "unknown key stagin", "did you mean staging?"]),
         ("", {"FETCH_THREAD": "2"}, ["KVPREFETCHD_FETCH_THREAD", "did you mean KVPREFETCHD_FETCH_THREADS?"]),
         ("zzz = 1", {}, ["unknown key zzz"]),
-        ("max_engines = 0", {}, ["max_engines", "greater than or equal to 1", "max_engines=0", "kvprefetchd.toml"]),
+        ("max_engines = 0", {}, ["max_engines: should be 1 to 256: max_engines=0", "kvprefetchd.toml"]),
         ("", {"STAGING": "lots"}, ["staging", "'lots'", "512MiB", "$KVPREFETCHD_STAGING"]),
         ("staging = ", {}, ["not TOML", "kvprefetchd.toml"]),
-        ("[daemon]\nstaging = 1", {}, ["unknown key daemon"]),
+        ("[daemon]\nstaging = 1", {}, ["keys stand at the top of the file, below no table: [daemon]"]),
+        ("mode = 'on'\nstaging = 8GiB", {}, ['quoted: staging = "8GiB"', "line 2"]),
+        ("socket_mode = 0660 # group", {}, ['an octal number is quoted: socket_mode = "0660"']),
+        ("log_level = debug", {}, ['quoted: log_level = "debug"']),
         ("socket_mode = '999'", {}, ["socket_mode", "'999'", "such as 0660"]),
         ("staging = '" + "9" * 400 + "GiB'", {}, ["staging: should be 4KiB to 4TiB: staging="]),
         ("max_engines = true", {}, ["max_engines", "number", "True"]),
@@ -75,6 +78,11 @@ def test_bad_input_names_key_value_bound_and_place(
     assert len(str(caught.value)) < 400
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:
+    """It begins with a mark of three bytes."""
+    assert resolve(sources(tmp_path, "\ufeffmax_engines = 3\n")).config.max_engines == 3
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -118,7 +126,7 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
         (["--staging", "4TiB"], "more than this machine has"),
         (["--save-share", "-1"], "save_share='-1'\n"),
         (["--wasted-share", "0"], "wasted_share='0'\n"),
-        (["--wasted-share", "1.1"], "less than or equal to 1"),
+        (["--wasted-share", "1.1"], "wasted_share: should be 0.01 to 1.0: wasted_share='1.1'"),
         (["--stagging", "1GiB"], "Did you mean one of: '--device-staging', '--staging'"),
     ],
 )
