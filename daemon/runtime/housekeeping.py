@@ -62,8 +62,10 @@ class Housekeeping:
         metrics.show("store_open", {(): shown["store_open"]})
         metrics.show("store_answering", {(): shown["store_answering"]})
         metrics.show("disk_writable", {(): not shown["disk_fault"]})
-        rates = shown["rates"].items()
-        metrics.show("rate_bytes", {(path, window): rate for path, known in rates for window, rate in known.items()})
+        rates: dict[tuple[str, ...], float] = {}
+        for path, known in shown["rates"].items():
+            rates |= {(path, window): rate for window, rate in known.items()}
+        metrics.show("rate_bytes_per_second", rates)
         metrics.show_fill(shared.snapshot.fill)
         metrics.reach("log_lost_lines", shared.snapshot.lost_lines)
         self._publisher.publish({**shown, "outcomes": metrics.totals("requests")})

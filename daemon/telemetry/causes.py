@@ -41,6 +41,7 @@ class Cause(enum.Enum):
     STEP = "engine_step", "long step", "the engine's step of other requests, a long prefill, went on for {step} ms."
     PLACES = "places", "places full", "the engine's places or tokens went to other requests for {places} ms."
     PREFILL = "prefill", "long prefill", "the engine computed for {prefill} ms: {absent} blocks of it were nowhere."
+    COPY = "copy", "copy", "all of it was there: its copy, and the step that did it, took {prefill} ms."
     EVICTED = "evicted", "evicted", "the store had its blocks and evicted them since, or they were purged."
     NAMESPACE = (
         "other_namespace",
@@ -116,6 +117,8 @@ def _cause(record: Record) -> Cause | None:
         return None
     if longest is Cause.TRANSFER:
         return failed or _of_fetch(record, parts[longest])
+    if longest is Cause.PREFILL and _count(record, "found_blocks") >= _count(record, "hint_blocks"):
+        return Cause.COPY
     if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and _mostly_nowhere(record):
         return missing
     return longest

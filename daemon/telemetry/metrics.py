@@ -124,9 +124,9 @@ CATALOGUE: dict[str, Described] = {
     "call_age_seconds": _gauge(
         "Age of the oldest store call in flight, or GPU call (`copy`); no series without one", ("call",)
     ),
-    "rate_bytes": _gauge(
+    "rate_bytes_per_second": _gauge(
         "Bytes per second while fetches from a medium, or puts (`save`), ran: the median of slices of 5 s in a window; "
-        "`now`: the last slice",
+        "`now`: the last slice, while it is of the last ten seconds",
         ("path", "window"),
     ),
     "engine_info": _gauge("Always 1, for each attached engine", ("engine", "model", "pid", "uid", "mode")),

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..config.model import ConfigError, Taken
-from . import status_page
+from . import overview, status_page
 from .board import Picture
 
 MAX_CLIENTS = 64  # at a time; each has a thread
@@ -74,12 +74,15 @@ class _Server(ThreadingHTTPServer):
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, picture.metrics
         health = picture.health()
+        if path == "/status.json":
+            said = overview.as_status(picture.status, health).model_dump_json(indent=2)
+            return 200, "application/json", said.encode() + b"\n"
         body = json.dumps(dataclasses.asdict(health)).encode() + b"\n"
         if path == "/healthz":
             return 200 if health.healthy else 503, "application/json", body
         if path == "/readyz":
             return 200 if health.ready else 503, "application/json", body
-        return 404, "text/plain", b"/ /metrics /healthz /readyz\n"
+        return 404, "text/plain", b"/ /status.json /metrics /healthz /readyz\n"
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's asks the name service for our name
@@ -150,7 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in status_page.HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a scrape is no event."""

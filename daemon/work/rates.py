@@ -17,6 +17,7 @@ SLICE_NS = 5_000_000_000
 HOUR_NS, DAY_HOURS = 3_600_000_000_000, 24
 PATHS = ("memory", "disk", "save")  # fetches by medium, in the order of Lane, and puts
 _FIVE_MINUTES_NS = 300_000_000_000
+_NOW_NS = 2 * SLICE_NS
 _BUSY_NS = 50_000_000  # a slice with less says nothing
 _SLOW_BUSY_NS = 1_000_000_000  # a slice that is called slow
 _KNOWN = 2  # slices of the hour before one is called slow
@@ -42,7 +43,9 @@ class Meter:
         self._slices: deque[tuple[int, float]] = deque()  # (end, bytes per second) of the last hour
         self._hours: deque[float] = deque(maxlen=DAY_HOURS)
         self._hour_ns = self._said_ns = 0
-        self.known: dict[str, float] = {}  # bytes per second, by window (`now`: the last slice that had any)
+        self.known: dict[
+            str, float
+        ] = {}  # bytes per second, by window (`now`: the last slice, of the last ten seconds)
 
     def began(self, now_ns: int) -> None:
         """Enter a call."""
@@ -91,7 +94,7 @@ class Meter:
             self._hour_ns = now_ns
             self._hours.append(median(hour))
         found = {
-            "now": hour[-1:],
+            "now": [rate for at_ns, rate in self._slices if now_ns - at_ns <= _NOW_NS][-1:],
             "5m": [rate for at_ns, rate in self._slices if now_ns - at_ns <= _FIVE_MINUTES_NS],
             "hour": hour,
             "day": [*self._hours, *([median(hour)] if hour else [])],

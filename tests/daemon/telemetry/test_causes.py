@@ -47,12 +47,20 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
         "the engine's places or tokens went to other requests for 800 ms.",
     ),
     (
+        {**LINE, "asked_ms": None, "claimed_ms": 800.0, "found_blocks": 65, "nowhere": None},
+        "the engine's places or tokens went to other requests for 800 ms.",
+    ),
+    (
         {**LINE, "asked_ms": 90.0, "answered_ms": 96.4, "claimed_ms": 900.0, "exposed_ms": 810.0},
         "the engine's step of other requests, a long prefill, went on for 804 ms.",
     ),
     (
         {**LINE, "loaded_ms": 897.2, "found_blocks": 40},
         "the engine computed for 800 ms: 25 blocks of it were nowhere.",
+    ),
+    (
+        {**LINE, "loaded_ms": 897.2, "found_blocks": 65, "loaded_blocks": 63, "nowhere": None},
+        "all of it was there: its copy, and the step that did it, took 800 ms.",
     ),
     (
         {**LINE, "loaded_ms": 897.2, "found_blocks": 20, "nowhere": "evicted"},

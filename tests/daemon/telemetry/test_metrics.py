@@ -169,6 +169,10 @@ def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serv
     assert len(daemon.records("record.bad")) <= 4
     engine.close()
     eventually(lambda: get(port, "/readyz")[0] == 200, what="readiness")
+    assert json.loads(get(port, "/status.json")[1])["pid"] == daemon.pid
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/readyz", method="HEAD")
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        assert (answer.status, int(answer.headers["Content-Length"]) > 0, answer.read()) == (200, True, b"")
     status, body = get(port, "/healthz")
     assert status == 200
     assert json.loads(body)["problems"] == []

@@ -44,6 +44,13 @@ def test_a_rate_is_bytes_by_the_time_in_which_a_call_was_in_flight() -> None:
     assert link.meter.total(link.now) == (288 * MB, 3 * S)
 
 
+def test_what_moved_minutes_ago_is_not_now() -> None:
+    link = Link()
+    link.move(96 * MB, 1.0)
+    link.wait(30)
+    assert link.rates() == [None, 96 * MB, 96 * MB, 96 * MB]
+
+
 def test_calls_that_overlap_share_the_time() -> None:
     meter = Meter("memory")
     meter.began(0)
