@@ -133,7 +133,11 @@ def run_purge(arguments: Arguments) -> int:
             stored = stored_keys(master, arguments.prefix or "")
             keys = [key for key in stored if not names or name_of(namespace(key)) in names]
             if not keys:
-                print(f"{removed} values removed")
+                count = ask(arguments.socket, StatusQuery(), Status).engine_count
+                staged = (
+                    "; attached engines still load what is staged for them, until the daemon restarts" if count else ""
+                )
+                print(f"{removed} values removed{staged}")
                 return 0
             removed += remove(daemon, keys)
     print(f"{removed} values removed; some are left: engines store on, or the store does not answer")
