@@ -70,7 +70,8 @@ class Epoch(EpochCalls):
         self._carry_on()
 
     def _tick(self, now_ns: int) -> None:
-        for key in self.orphaned.next_keys(self.planner.requests):
+        # A record that waits in the ring may say how a request ended.
+        for key in self.orphaned.next_keys(self.planner.requests) if not self.channel.ring.waiting else ():
             hinted = self.planner.requests[key].announced is None
             if hinted and self.orphaned.seen(key, given_up=self.channel.given_up(key)):
                 self._finish(key, Ending.UNTOLD)

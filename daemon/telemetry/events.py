@@ -121,7 +121,6 @@ FIELDS: dict[str, Field] = {
         "`never_stored` through this daemon since its start",
     ),
     "namespace": Field("string?", "the other namespace that has it"),
-    "name": Field("string", "of the announcement, as its sender gave it"),
     "owners": Field(
         "string", "storage nodes that hold the values, or that a fetch waits for, HOST:PORT; empty: a disk"
     ),
@@ -159,6 +158,7 @@ FIELDS: dict[str, Field] = {
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
     "slots_unused": Field("integer", "of these, slots whose block no request loaded yet; warmed ones aside"),
+    "name": Field("string", "of the announcement, as its sender gave it"),
     "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
     "slots_lost": Field("integer", "slots that are never used again: Mooncake may still write to them (`slots.lost`)"),
     "blocks_pinned": Field("integer", "blocks that requests hold"),

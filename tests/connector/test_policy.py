@@ -68,13 +68,18 @@ class World:
 
 def policy_for(world: World, *, busy: bool) -> WaitPolicy:
     """A policy that has measured this world's steps."""
+    return WaitPolicy(steps_of(world, busy=busy), BLOCK_TOKENS)
+
+
+def steps_of(world: World, *, busy: bool) -> StepTimes:
+    """The measured steps of this world."""
     steps = StepTimes()
     now = 0
     for tokens in [0] * 30 + [1024, 1024] + [0] * 100 if busy else [1024]:
         steps.began(now, tokens, executed=True)
         now += int((world.visit_ns if busy else 0) + tokens * world.token_ns)
         steps.ended(now)
-    return WaitPolicy(steps, BLOCK_TOKENS)
+    return steps
 
 
 def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_policy: Policy = "adaptive") -> int:
@@ -246,10 +251,12 @@ def test_a_short_prompt_is_not_waited_for() -> None:
         assert idle.verdict(begin(), 0, blocks, 100 * SEC, load=0.0) is expected
 
 
-def test_a_long_step_does_not_make_short_prompts_look_worthless(policy: WaitPolicy) -> None:
+def test_a_long_step_does_not_make_short_prompts_look_worthless() -> None:
     """What counts is the time of a step that only decodes: after long prefills, a fetch of 3 ms was recomputed."""
-    policy._steps.began(90 * SEC, 2000, executed=True)
-    policy._steps.ended(90 * SEC + 205 * MS)
+    steps = steps_of(World(100_000, 5 * MS, 100, []), busy=True)
+    steps.began(90 * SEC, 2000, executed=True)
+    steps.ended(90 * SEC + 205 * MS)
+    policy = WaitPolicy(steps, BLOCK_TOKENS)
     assert look(policy, begin(), 0, 0, missing=4) is Verdict.WAIT
 
 

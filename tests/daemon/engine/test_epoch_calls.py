@@ -126,7 +126,7 @@ def test_few_blocks_are_fetched_before_many_once_the_pace_is_known(setup: Setup)
     setup.pools.end([Found(b"\1", b"\0")])  # for the first one, whose look-up was out
     setup.pools.end([Found(b"\1" * 8, b"\0" * 8), Found(b"\1", b"\0")])
     run: Any = setup.start().run
-    assert run.args[2][0][0] == digest("i")
+    assert run.args[2][0][0] == block("i")
 
 
 @pytest.mark.parametrize("too_late", [False, True])
