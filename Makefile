@@ -21,7 +21,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 CHECK_COVERAGE ?= 78
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,10 @@ bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quic
 
 bench-serve: setup ## a recorded trace through vllm serve: ARGS="conversation --data DIR" or "agents …" (root)
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
+
+bench-agents: setup ## sessions of coding agents in engines of one process, to rank wait policies: ARGS="--data DIR" (root)
+	@$(BIN)/python -m benchmarks.serve.agents --load 0.5 --out build/bench/agents-0.5 $(ARGS)
+	@$(BIN)/python -m benchmarks.serve.agents --load 0.7 --out build/bench/agents-0.7 $(ARGS)
 
 bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
 	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)

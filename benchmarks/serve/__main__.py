@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from tests.lab.daemon import Daemon
 from tests.lab.engine import EngineSpec
 from tests.lab.interference import Interference, cpu_s
 from tests.lab.link import LimitedLink
+from tests.lab.passes import percentile
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
@@ -210,11 +211,11 @@ class Run:
         self.result["problems"].append(line)
         self.say(f"WARNING: {line}")
 
-    def _server(self, spec: EngineSpec) -> Server:
+    def _server(self, spec: EngineSpec) -> Any:
         return Server(spec, dict(os.environ))
 
     @contextlib.contextmanager
-    def _serving(self, variant: str) -> Iterator[Server]:
+    def _serving(self, variant: str) -> Iterator[Any]:
         """A new server, warmed up; for the ideal with all that the store has in its own cache."""
         spec = self._roomy if variant == variants.LOCAL else self._spec
         with self._server(spec.but(kv_transfer=variants.transfer(variant, self._daemon.socket))) as server:
@@ -245,29 +246,35 @@ class Run:
             helpers = [self._daemon.pid, self._store.master_pid, *self._store.node_pids]
             before = (cpu_s(server.pids), cpu_s(helpers), self._link.received_bytes)
             others, begun, client = Interference(), time.monotonic(), _children_s()
-            limit_s = 120 + 4 * self._slice.span_s * pace
-            told = replay(server, self._model, self._trace, self._slice.chunk, pace, self._folder / "out.json", limit_s)
+            served, told = self._replayed(server, pace)
             # The client ended, so the processor time that it took counts as others', and is taken from that.
             cores = max(0.0, others.cores() - (_children_s() - client) / (time.monotonic() - begun))
-            requests, answers = columns(told)
-            served = Served(requests, total_s=round(told["duration"], 4), tokens=answers)
             served.engine_cpu_s = round(cpu_s(server.pids) - before[0], 2)
             served.other_cpu_s = round(cpu_s(helpers) - before[1], 2)
             served.link_bytes = self._link.received_bytes - before[2]
             served.others_cores, served.load = round(cores, 2), round(os.getloadavg()[0], 2)
             if variants.ours(variant):
                 served.daemon = self._of_daemon(lines)
-        self._tokens.append((variant, 0, answers))
-        kept = {"variant": variant, **served.kept(), "vllm_bench": {name: told[name] for name in KEPT}}
+        self._tokens.append((variant, 0, served.tokens))
+        kept = {"variant": variant, **served.kept(), **told}
         if served.daemon is not None:
             kept["daemon"]["unused_bytes"] = self._unused_bytes
+        times = [1e3 * each for each in served.requests.ttft_s]
         self.say(
-            f"  {variant:22} TTFT mean {told['mean_ttft_ms']:.0f} ms, p50 {told['median_ttft_ms']:.0f}, "
-            f"p99 {told['p99_ttft_ms']:.0f}; {told['request_throughput']:.2f} requests/s; "
+            f"  {variant:22} TTFT mean {statistics.fmean(times):.0f} ms, p50 {percentile(times, 0.5):.0f}, "
+            f"p99 {percentile(times, 0.99):.0f}; {len(times) / served.total_s:.2f} requests/s; "
             f"link {served.link_bytes / 1e6:.0f} MB; CPU {served.engine_cpu_s:.1f} + {served.other_cpu_s:.1f} s; "
             f"others used {served.others_cores:.1f} cores"
         )
         return kept
+
+    def _replayed(self, server: Any, pace: float) -> tuple[Served, dict[str, Any]]:
+        """Serve the trace; return what the pass gave, and what else the result keeps of it."""
+        limit_s = 120 + 4 * self._slice.span_s * pace
+        told = replay(server, self._model, self._trace, self._slice.chunk, pace, self._folder / "out.json", limit_s)
+        requests, answers = columns(told)
+        served = Served(requests, total_s=round(told["duration"], 4), tokens=answers)
+        return served, {"vllm_bench": {name: told[name] for name in KEPT}}
 
     def _of_daemon(self, lines: int) -> Columns:
         found = Columns()
@@ -314,8 +321,16 @@ def shown(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    *,
+    make: type[Run] = Run,
+    defaults: Mapping[str, Any] | None = None,
+    ranks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda _: (),
+) -> int:
+    """Run a trace as `make` does; `ranks`: what else to say of the result."""
     parser = arguments()
+    parser.set_defaults(**(defaults or {}))
     options = parser.parse_args(argv)
     where, tokens_per_hash, k = TRACES[options.trace]
     path = options.data / where
@@ -355,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
         "block_bytes": BLOCK * MODEL.kv_bytes_per_token,
         "failed": None,
     }
-    run = Run(options, some)
+    run = make(options, some)
     try:
         run.run()
     except Exception as error:
@@ -364,18 +379,20 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         run.close()
     result |= {"seconds": round(time.monotonic() - begun, 1), "load_at_end": round(os.getloadavg()[0], 2), **run.result}
-    print("\n".join(shown(result)), flush=True)
+    print("\n".join([*shown(result), *ranks(result)]), flush=True)
     print(f"{options.trace}: {write(result, options.out)}", flush=True)
     if options.publish and not result["failed"]:
         print(f"{options.trace}: {write(result, PUBLISHED / result['begun'][:10])}", flush=True)
     return 1 if result["failed"] else 0
 
 
+def seeded(module: str) -> None:
+    """Begin anew as this module, with the seed of hashes on which prompts depend, and keys of vLLM's blocks."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        argv = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, argv, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the prompts of a trace depend on it, and the keys of vLLM's blocks
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.serve", *sys.argv[1:]],
-            {**os.environ, "PYTHONHASHSEED": "0"},
-        )
+    seeded("benchmarks.serve")
     sys.exit(main())

@@ -1,0 +1,132 @@
+"""`make bench-agents`: sessions of coding agents in engines of this process, to rank wait policies on real engines.
+
+A pass takes seconds, so there are ten rounds or more.  The mean follows the machine: steps 15 % slower raise it by a
+third.  So passes of two variants are compared in pairs of like speed, the median step that admits a request; and what
+is counted is no time of the machine's: tokens recomputed that the store has, and bytes fetched in vain.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.bench import variants
+from benchmarks.bench.served import Requests, Served
+from benchmarks.serve.__main__ import BLOCK, Run, main, seeded
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.passes import Pass
+from tests.lab.template import Template
+
+DEFAULTS = {"variants": f"{variants.OURS},{variants.ON_DEMAND}", "rounds": 10, "minutes": 30.0}
+WATCH = "benchmarks.serve.watch"
+# What is kept of `request.done` where the engine ceased to wait, to judge it.
+VERDICT = (
+    "request_id", "outcome", "missing_blocks", "recompute_ms", "exposed_ms", "loaded_blocks", "looked_up_ms", "asked_ms",
+    "first_byte_ms", "last_byte_ms", "ended_ms",
+)  # fmt: skip
+PASS_S = 240.0
+
+
+class Here(Engine):
+    """An engine that serves as the HTTP server does."""
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.scheduler_pid]
+
+    def serve(self, prompts: list[list[int]], tokens: list[int], at_once: int) -> None:
+        """Serve all of them, so many at a time."""
+        self.run(prompts, max_tokens=tokens, concurrency=at_once, timeout_s=PASS_S)
+
+
+def recomputed_tokens(result: Pass, lines: Sequence[Mapping[str, Any]]) -> int:
+    """Count the tokens that the store had for a request, by the daemon's `request.done`, and the engine computed."""
+    cached = {each.request_id: each.cached_tokens for each in result.requests}
+    total = 0
+    for line in lines:
+        name = next((each for each in cached if line["request_id"].startswith(f"{each}-")), line["request_id"])
+        if name in cached:
+            total += max(0, BLOCK * line["found_blocks"] - cached[name])
+    return total
+
+
+class InProcess(Run):
+    """A run whose servers are engines of this process."""
+
+    def run(self) -> None:
+        with Template(self._spec.environment()) as self._template:
+            super().run()
+
+    def _server(self, spec: EngineSpec) -> Here:
+        return Here(spec, template=self._template)
+
+    def _replayed(self, server: Any, pace: float) -> tuple[Served, dict[str, Any]]:
+        calls = self._slice.calls
+        lines = len(self._daemon.records("request.done"))
+        server.call(f"{WATCH}:begin")
+        result: Pass = server.run(
+            self._prompts,
+            max_tokens=[each.output_tokens for each in calls],
+            arrivals_s=[each.at_s * pace for each in calls],
+            timeout_s=PASS_S,
+        )
+        watched = server.call(f"{WATCH}:end")
+        requests = Requests()
+        for number, each in enumerate(result.requests):
+            requests.prompt.append(number)
+            requests.arrival_s.append(round(each.arrival_s, 5))
+            requests.first_token_s.append(round(each.arrival_s + each.ttft_s, 5))
+            requests.finished_s.append(round(each.finished_s or 0.0, 5))
+            requests.cached_tokens.append(each.cached_tokens)
+        served = Served(requests, total_s=round(result.total_s, 4), steps=result.steps)
+        served.tokens = dict(enumerate(result.tokens))
+        self._daemon.wait_record("request.done", count=lines + len(calls), timeout_s=2)
+        ended = self._daemon.records("request.done")[lines:]
+        counts = {
+            "admission_s": round(statistics.median(watched["admission_s"]), 5),
+            "waiting_s": round(watched["waiting_s"], 3),
+            "noticed_s": round(sum(line["exposed_ms"] for line in ended) / 1e3, 3),
+            "recomputed_tokens": recomputed_tokens(result, ended),
+        }
+        self.say("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
+        verdicts = [{name: line[name] for name in VERDICT} for line in ended if line["missing_blocks"]]
+        return served, {"counts": counts, "verdicts": verdicts}
+
+
+def pairs(passes: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return ours / on demand, means to the first token, of passes in the order of their speed."""
+    by_speed: dict[str, list[tuple[float, float]]] = {}
+    for each in passes:
+        times = each["requests"]
+        mean = statistics.fmean(b - a for a, b in zip(times["arrival_s"], times["first_token_s"], strict=True))
+        by_speed.setdefault(each["variant"], []).append((each["counts"]["admission_s"], mean))
+    ours, other = (sorted(by_speed.get(name, [])) for name in (variants.OURS, variants.ON_DEMAND))
+    return [a[1] / b[1] for a, b in zip(ours, other, strict=False)]
+
+
+def summary(result: Mapping[str, Any]) -> Iterator[str]:
+    """Say what ranks: the paired means, and the counts of each pass."""
+    for point in result["points"]:
+        if ratios := pairs(point["passes"]):
+            yield (
+                f"at {point['at']:g} of capacity: mean of ours / on demand in {len(ratios)} pairs of like speed: "
+                f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+            )
+        for name in dict.fromkeys(each["variant"] for each in point["passes"]):
+            counts = [
+                {**each["counts"], "vain_bytes": (each["daemon"] or {}).get("unused_bytes", 0)}
+                for each in point["passes"]
+                if each["variant"] == name
+            ]
+            yield f"  {name:22} " + ", ".join(
+                f"{key} {statistics.median(each[key] for each in counts):g} ({min(each[key] for each in counts):g} to "
+                f"{max(each[key] for each in counts):g})"
+                for key in counts[0]
+            )
+
+
+if __name__ == "__main__":
+    seeded("benchmarks.serve.agents")
+    sys.exit(main(["agents", *sys.argv[1:]], make=InProcess, defaults=DEFAULTS, ranks=summary))

@@ -1,0 +1,47 @@
+"""Sessions of agents in engines of one process: what ranks wait policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.bench import variants
+from benchmarks.serve.agents import BLOCK, pairs, recomputed_tokens, summary
+from tests.lab.passes import Pass, RequestResult
+
+
+def a_pass(variant: str, admission_s: float, mean_s: float, *, recomputed: int = 0) -> dict[str, Any]:
+    times = {"arrival_s": [0.0, 1.0], "first_token_s": [mean_s, 1.0 + mean_s]}
+    counts = {"admission_s": admission_s, "recomputed_tokens": recomputed}
+    return {"variant": variant, "requests": times, "counts": counts, "daemon": {"unused_bytes": 7}}
+
+
+def test_passes_are_compared_in_pairs_of_like_speed() -> None:
+    passes = [a_pass(variants.OURS, *each) for each in ((0.012, 2.0), (0.011, 0.5))]
+    passes += [a_pass(variants.ON_DEMAND, *each) for each in ((0.0115, 1.0), (0.013, 8.0))]
+    assert pairs(passes) == [pytest.approx(0.5), pytest.approx(0.25)]
+    assert pairs(passes[:2]) == []
+
+
+def test_the_summary_has_the_pairs_and_each_variants_counts() -> None:
+    passes = [a_pass(variants.OURS, 0.01, 0.5, recomputed=32), a_pass(variants.ON_DEMAND, 0.01, 1.0)]
+    ratio, *lines = summary({"points": [{"at": 0.7, "passes": passes}]})
+    assert "median 0.50" in ratio
+    assert "recomputed_tokens 32 (32 to 32)" in lines[0]
+    assert "recomputed_tokens 0 (0 to 0)" in lines[1]
+    assert "vain_bytes 7" in lines[0]
+
+
+def test_tokens_that_the_store_had_and_the_engine_computed_are_recomputed() -> None:
+    results = [
+        RequestResult(number, f"pass1-{number}", [], cached, 0.0, 1.0, 2.0, "length")
+        for number, cached in ((1, 2 * BLOCK), (12, 0), (3, 4 * BLOCK))
+    ]
+    lines = [
+        {"request_id": "pass1-1-4f", "found_blocks": 2},
+        {"request_id": "pass1-12-5e", "found_blocks": 3},
+        {"request_id": "pass1-3-6d", "found_blocks": 1},
+        {"request_id": "another", "found_blocks": 9},
+    ]
+    assert recomputed_tokens(Pass(results, 2.0, 5), lines) == 3 * BLOCK
