@@ -2,7 +2,8 @@
 
 The copy kernel runs on the fake driver's streams.  vLLM's operations on a CPU do not wait for a stream, so synchronous
 copies are over when they return; asynchronous ones run beside the forward.  All ranks share the first GPU, unless the
-environment asks for one each (SPREAD).  The warm-up stands for the capture of CUDA graphs (docs/PITFALLS.md, 37).
+environment asks for one each (fakecuda.SPREAD).  The warm-up stands for the capture of CUDA graphs (docs/PITFALLS.md,
+37).  Only an engine imports this: it changes the connector's and vLLM's modules.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from kvprefetch.shmring.gpu.cuda import Device
 from tests.support import fakecuda
 
 __all__ = ["KVPrefetchConnector"]
-SPREAD = "KVPREFETCH_TEST_SPREAD"  # in a worker's environment: the ranks have a GPU each
 
 
 def _for_cache(paged: PagedCache) -> tuple[CudaCopies, Device]:
@@ -31,7 +31,7 @@ def _for_cache(paged: PagedCache) -> tuple[CudaCopies, Device]:
     from tests.support.fakecuda.torch import FakeStreams
 
     fakecuda.load()
-    rank = get_tensor_model_parallel_rank() if os.environ.get(SPREAD) else 0
+    rank = get_tensor_model_parallel_rank() if os.environ.get(fakecuda.SPREAD) else 0
     device = cuda.open_device(fakecuda.UUIDS[rank])
     start = min(piece.address for piece in paged.pieces) // mmap.PAGESIZE * mmap.PAGESIZE
     end = max(

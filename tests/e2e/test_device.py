@@ -10,7 +10,6 @@ import pytest
 
 from tests.daemon.conftest import starter
 from tests.e2e.conftest import PATIENT, At, Site, hits, served, wait_attached
-from tests.e2e.device_connector import SPREAD
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -170,7 +169,7 @@ def test_two_ranks_load_from_device_slots(
     plain.stop()
     daemon = daemons("--device-staging", "2MiB" if spread else "4MiB")
     site = at(daemon)
-    env = {SPREAD: "1"} if spread else {}
+    env = {fakecuda.SPREAD: "1"} if spread else {}
     engine = engines(spec_of(site).but(model=model, tensor_parallel_size=2, own_worker=True, env=env))
     check_loads(site, engine, right, least=2 * SLOTS)
     kill_daemon_under_load(site, engine, right)

@@ -71,6 +71,7 @@ UUIDS = ("6b760000-7265-6665-7463-680000000000", "6b760000-7265-6665-7463-680000
 UUID = UUIDS[0]
 CONTEXT_BYTES = 1 << 20
 GLOBAL_MODE = 0  # cudaStreamCaptureModeGlobal
+SPREAD = "KVPREFETCH_TEST_SPREAD"  # in a worker's environment: the ranks have a GPU each
 GPUS = tuple(Gpu(each) for each in UUIDS)
 
 
