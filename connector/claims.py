@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..shmring.flags import Flag
@@ -67,6 +68,20 @@ class SystemClock:
         time.sleep(PAUSE_S)
 
 
+@dataclass(slots=True)
+class Pass:
+    """What belongs to one pass of the scheduler over its queue.
+
+    `admitted`: requests that got a place in it.  `kept_places`: the last free ones, for requests before that are being
+    looked up.  `looked_ns`: time spent looking at flags.  `waits`: a request waits whose wait is judged.
+    """
+
+    admitted: int = 0
+    kept_places: int = 0
+    looked_ns: int = 0
+    waits: bool = False
+
+
 class Claims:
     """The rules of hinting, waiting and claiming. Every method may raise SegmentCorrupt."""
 
@@ -90,9 +105,7 @@ class Claims:
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
         self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
-        # Of this pass: time spent looking, places kept for requests in look-up, whether one that is judged waits.
-        self._looked_ns = self._kept_places = 0
-        self._pending_before = False
+        self.this_pass = Pass()
 
     def usable_blocks(self, request: Any, tokens: int) -> int:
         """Full blocks of a request of so many tokens that leave its last ones to compute. `arrived` does the same."""
@@ -165,15 +178,10 @@ class Claims:
             elif name in self.dropped:
                 return  # whatever the segment says of its room
 
-    def new_pass(self) -> None:
-        """The scheduler begins another pass over its queue."""
-        self._looked_ns = self._kept_places = 0
-        self._pending_before = False
-
     def waits_behind(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Whether `match` would only find again that this deferred request waits behind another one of the pass."""
         handle, wait = state.handle, state.wait
-        if not self._pending_before or handle is None or wait is None or wait.counts or not handle.asked_ns:
+        if not self.this_pass.waits or handle is None or wait is None or wait.counts or not handle.asked_ns:
             return False
         local, block_tokens = handle.local_blocks, self._geometry.block_tokens
         if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
@@ -184,16 +192,17 @@ class Claims:
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
 
-        `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
-        sleep.
+        `running`: requests that held a place before this pass, as far as is known here; with none, a pending answer
+        costs the engine's sleep.
         """
-        usable, places = state.usable, self._geometry.max_running
+        usable, places, this_pass = state.usable, self._geometry.max_running, self.this_pass
         if start >= usable:
             return NOTHING
-        if self._kept_places and running + self._kept_places >= places:
-            return PENDING  # the last free places are kept, for this pass, for requests before this one
+        taken = running + this_pass.admitted
+        if this_pass.kept_places and taken + this_pass.kept_places >= places:
+            return PENDING
         # vLLM asks only for a request that it has a place for.
-        visit = _tuple(Visit, (start, usable, self._now_ns(), min(running, places - 1) / places))
+        visit = _tuple(Visit, (start, usable, self._now_ns(), min(taken, places - 1) / places))
         flag, handle = UNHINTED, state.handle
         if handle is not None and not self._shadow:
             flag = handle.look()
@@ -235,7 +244,7 @@ class Claims:
         if handle is not None and not wait.counts:
             wait.hinted = state.hinted_ns, max(0, flag.count - handle.local_blocks)
         verdict = self._policy.verdict(
-            wait, ready, limit, visit.now_ns, load=visit.load, first=not self._pending_before
+            wait, ready, limit, visit.now_ns, load=visit.load, first=not self.this_pass.waits
         )
         if handle is not None and wait.policy == "adaptive" and verdict in _OVERTAKEN and not handle.missing:
             handle.missing = max(0, limit - ready)
@@ -249,9 +258,9 @@ class Claims:
                 verdict = Verdict.LATE
         if verdict is Verdict.WAIT:
             # A request that waits at any cost decides for itself only.
-            self._pending_before |= wait.policy == "adaptive"
+            self.this_pass.waits |= wait.policy == "adaptive"
             if first_visit and handle is not None:
-                self._kept_places += handle.session.flags.found(handle.flag) <= handle.local_blocks
+                self.this_pass.kept_places += handle.session.flags.found(handle.flag) <= handle.local_blocks
             return PENDING
         outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
         return self._settle(state, outcome) if handle is None else self._take(state, flag, visit, outcome)
@@ -289,7 +298,7 @@ class Claims:
         behind it.
         """
         idle = visit.load == 0.0 and not self._geometry.lockstep
-        left = (self._idle_wait_ns if idle else self._spin_ns) - self._looked_ns
+        left = (self._idle_wait_ns if idle else self._spin_ns) - self.this_pass.looked_ns
         if left <= 0 or self._policy.recompute_ns(visit.usable - flag.count) < left:
             return flag  # what could come is not worth it
         hints.ask(handle, visit.now_ns)
@@ -301,7 +310,7 @@ class Claims:
             elif found(handle.flag) > handle.local_blocks:
                 break
             flag, now_ns = handle.look(), self._now_ns()
-        self._looked_ns += now_ns - began_ns
+        self.this_pass.looked_ns += now_ns - began_ns
         self._counters["wait_ns"] += now_ns - began_ns
         handle.waited_ns += now_ns - began_ns
         return flag

@@ -20,7 +20,7 @@ from typing import Any
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import compat, hints
-from .claims import NOTHING, PENDING, Claims, Clock, Reply, SystemClock
+from .claims import NOTHING, PENDING, Claims, Clock, Pass, Reply, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .geometry import Geometry
@@ -73,7 +73,6 @@ class SchedulerSide:
         self.policy = WaitPolicy(self.steps, geometry.block_tokens)
         saves = self.saves if self._saving else None
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
-        self._admitted = 0  # in this pass
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
@@ -149,7 +148,7 @@ class SchedulerSide:
                 session = self._usable_session()
             if session is None:
                 return NOTHING
-            reply = self.claims.match(state, session, start, running=len(self.running) + self._admitted)
+            reply = self.claims.match(state, session, start, running=len(self.running))
             if state.answer is not None:
                 self._answered.add(request.request_id)
             if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
@@ -164,7 +163,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `blocks`: the request's, vLLM's KVCacheBlocks."""
         self.quiet_steps = 0
-        self._admitted += 1
+        self.claims.this_pass.admitted += 1
         state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
             if state is None:
@@ -222,8 +221,7 @@ class SchedulerSide:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
         executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
         self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
-        self.running, self._admitted = set(output.num_scheduled_tokens), 0
-        self.claims.new_pass()
+        self.running, self.claims.this_pass = set(output.num_scheduled_tokens), Pass()
         self._waits.pass_ended(now)
         try:
             session = self._usable_session()

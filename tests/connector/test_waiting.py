@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.connector.claims import Claims
+from kvprefetch.connector.claims import Claims, Pass
 from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
@@ -340,11 +340,11 @@ def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
     engine.daemon.stage("second", 0)
     assert engine.match(first) == PENDING
     assert engine.match(second) == reply
-    engine.side.claims.new_pass()
+    engine.side.claims.this_pass = Pass()
     assert engine.match(first) == PENDING
     assert engine.match(second) == NOTHING, "for one pass only"
     assert engine.side.counters["waits"] == 1, "the first one's: the other's was not its own"
-    engine.side.claims.new_pass()
+    engine.side.claims.this_pass = Pass()
     engine.daemon.look_up("fetched", 40)
     assert engine.match(fetched) == PENDING
     third = engine.add("third", 40 * BLOCK + 1, staged=0)
