@@ -169,7 +169,7 @@ class Claims:
             request = state.request
             if not state.queued:
                 del self.dropped[name]
-            elif not hints.room(session, name, state.usable, request.block_hashes, self._geometry):
+            elif not hints.fits(session, name, state.usable, request.block_hashes, self._geometry):
                 return  # before the look at what is local, which costs time by the request's blocks
             elif self.hint(state, session, local_blocks(request), self._now_ns()):
                 assert state.handle is not None

@@ -61,10 +61,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         refusals.check(vllm_config, kv_cache_config)
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
-        told = self._geometry
+        for_hello = self._geometry
         if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves, and counts no block as waste
             self._geometry = dataclasses.replace(self._geometry, saves=False)
-            told = dataclasses.replace(self._geometry, loads=False)
+            for_hello = dataclasses.replace(self._geometry, loads=False)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
@@ -79,7 +79,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            hello = hellos.of_scheduler(vllm_config, told, upstream_keys=self._settings.key_format == "vllm")
+            hello = hellos.of_scheduler(vllm_config, for_hello, upstream_keys=self._settings.key_format == "vllm")
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "

@@ -94,9 +94,9 @@ def written(
     if all(each == [(0, block_bytes)] for each in found):
         return []
     longest = sorted((begin - end, group, begin) for group, each in enumerate(found) for begin, end in each)
-    told = {(group, begin) for _, group, begin in longest[: MAX_BORDERS // 2]}
+    kept = {(group, begin) for _, group, begin in longest[: MAX_BORDERS // 2]}
     return [
-        [border for begin, end in each if (group, begin) in told for border in (begin, end)]
+        [border for begin, end in each if (group, begin) in kept for border in (begin, end)]
         for group, each in enumerate(found)
     ]
 

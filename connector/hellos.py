@@ -26,7 +26,7 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
     wants = SchedulerInfo(
         max_blocks=blocks,
         max_hint_bytes=hint_bytes(blocks * geometry.hashes_per_block, MAX_HASH_BYTES, rules.names(blocks)),
-        groups=[_told(each) for each in rules.groups],
+        groups=[_group_info(each) for each in rules.groups],
         hash_tokens=rules.hash_tokens,
         loads=geometry.loads,
         saves=geometry.saves,
@@ -38,7 +38,7 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
     return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
 
 
-def _told(group: Group) -> GroupInfo:
+def _group_info(group: Group) -> GroupInfo:
     return GroupInfo(kind=group.kind.value, block_tokens=group.block_tokens, window_tokens=group.window_tokens)
 
 

@@ -1,4 +1,4 @@
-"""One hint and its flag, from the engine's side: room, ask, stop, give back. Its handle looks and claims, in C.
+"""One hint and its flag, from the engine's side: does it fit, ask, stop, give back. Its handle looks and claims, in C.
 
 Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory stays mapped
 and nobody reads it.  A flag in a state that only this side writes raises SegmentCorrupt.
@@ -55,7 +55,7 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
     return bytes.fromhex(found[1] + found[2]) if found is not None and int(found[3], 16) & 1 else NO_TRACE
 
 
-def room(session: SchedulerSession, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
+def fits(session: SchedulerSession, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     names = geometry.groups.names(usable)
     length = hint_bytes(usable * geometry.hashes_per_block, len(hashes[0]), names, request_id)

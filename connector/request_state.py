@@ -50,7 +50,7 @@ class RequestState:
     settled: bool = False
     loading: bool = False
     # Its KV comes from a prefill engine, by another child of MultiConnector: until that failed, it is not loadable.
-    brought: bool = False
+    prefilled_elsewhere: bool = False
     late_hints: int = 0
     # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
     deferred_ns: int = 0
@@ -71,8 +71,8 @@ class RequestState:
         self.prefill_tokens, self.usable = tokens, usable
         if handle is not None:
             self.handle, self.hinted_ns = handle, hinted_ns
-        elif loadable and brought(request):
-            self.loadable, self.brought = False, True
+        elif loadable and prefilled_elsewhere(request):
+            self.loadable, self.prefilled_elsewhere = False, True
 
     def check(self) -> None:
         """Raise AssertionError unless the fields form a row of the table above."""
@@ -145,10 +145,10 @@ class RequestState:
         self.settled, self.loading, self.wait = True, False, None
         return self.drop()
 
-    def not_brought(self) -> bool:
+    def not_delivered(self) -> bool:
         """vLLM visits the request. Return whether a prefill engine's KV did not come: the store may have it."""
-        if failed := self.brought and self.settled:
-            self.loadable, self.brought, self.settled = True, False, False
+        if failed := self.prefilled_elsewhere and self.settled:
+            self.loadable, self.prefilled_elsewhere, self.settled = True, False, False
         return failed
 
     def fail_load(self) -> None:
@@ -162,7 +162,7 @@ class RequestState:
         """Preempted: the blocks are gone, and all tokens, so many by now, are to be matched and saved anew."""
         assert self.handle is None, self
         self.preemptions = self.request.num_preemptions
-        self.loadable, self.brought = self.loadable or self.brought, False
+        self.loadable, self.prefilled_elsewhere = self.loadable or self.prefilled_elsewhere, False
         self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
         self.saved, self.storable, self.prefill_tokens, self.usable = 0, 0, tokens, usable
         self.tainted = False
@@ -199,7 +199,7 @@ class RequestState:
         return waited
 
 
-def brought(request: Any) -> bool:
+def prefilled_elsewhere(request: Any) -> bool:
     """Whether another connector brings the request's KV from a prefill engine."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))

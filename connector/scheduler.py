@@ -30,7 +30,7 @@ from .link import Link
 from .loads import Loads, not_given
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .policy import WaitPolicy
-from .request_state import RequestState, brought, prefill_tokens
+from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import Resets
 from .saves import LocalCache, Saves
 from .session import SchedulerSession
@@ -92,7 +92,7 @@ class SchedulerSide:
         now = 0
         loadable = geometry.loads and not request.skip_reading_prefix_cache
         usable = min((tokens - claims.last_tokens) // geometry.block_tokens, hashes // geometry.hashes_per_block)
-        if loadable and self._hinting and not (request.kv_transfer_params and brought(request)):
+        if loadable and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
             try:
                 session, link = self._session, self.link
                 if session is not link.session or link.confirmed_reset < self.resets.generation:
@@ -136,7 +136,7 @@ class SchedulerSide:
                 # run and free blocks.
                 state.fail_load()
                 return PENDING
-            if (state.settled or not state.loadable) and not state.not_brought():
+            if (state.settled or not state.loadable) and not state.not_delivered():
                 return NOTHING
             if (answer := state.answer) is not None:
                 if answer.start == start:

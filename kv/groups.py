@@ -36,7 +36,7 @@ class Kind(str, Enum):
     STATE = "state"
 
 
-class Told(Protocol):
+class Rule(Protocol):
     """A group's rules in a message (GroupInfo)."""
 
     @property
@@ -80,8 +80,8 @@ class Groups:
     hash_tokens: int
 
     @classmethod
-    def told(cls, rules: Iterable[Told], hash_tokens: int) -> Groups:
-        """Return the groups that an engine told of, unchecked."""
+    def of_rules(cls, rules: Iterable[Rule], hash_tokens: int) -> Groups:
+        """Return groups with these rules, unchecked."""
         return cls(tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in rules), hash_tokens)
 
     def __len__(self) -> int:

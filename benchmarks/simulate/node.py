@@ -18,7 +18,7 @@ from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.daemon.store.pace import Asked, Pace
+from kvprefetch.daemon.store.pace import Pace, Read
 from kvprefetch.daemon.work.call_size import CallSize
 from kvprefetch.daemon.work.rates import Meter
 from kvprefetch.kv.groups import Groups
@@ -153,7 +153,7 @@ class Node:
         self._in_flight = {Lane.MEMORY: 0, Lane.DISK: 0}
         self._ticking = False
         self._stuck: set[int] = set()
-        self._reads: dict[int, Asked] = {}  # of orders whose calls take turns
+        self._reads: dict[int, Read] = {}  # of orders whose calls take turns
         self._dropped: set[int] = set()  # orders whose calls never begin
         self._generation = 0
         self._direct: deque[Callable[[], None]] = deque()
@@ -161,7 +161,7 @@ class Node:
         self.counters = NodeCounters()
         if model.knows_pace:
             second = round(model.memory.bytes_per_s)
-            self._sizes[Lane.MEMORY].brought(second, ns(1), (second, ns(1)))
+            self._sizes[Lane.MEMORY].fetched(second, ns(1), (second, ns(1)))
         for start_s, length_s in model.freezes_s:
             loop.at(ns(start_s), partial(self._freeze, ns(start_s + length_s)))
 
@@ -419,7 +419,7 @@ class Node:
             meter.ended(now)
         meter.add(size)
         if came:
-            self._sizes[order.lane].brought(size, now - began_ns, meter.total(now))
+            self._sizes[order.lane].fetched(size, now - began_ns, meter.total(now))
         self._planner.fetched(order.number, results, now)
         self._pump()
 

@@ -108,7 +108,7 @@ class Group:
         hellos = [peer.hello for peer in self.workers()]
         workers = [each.worker for each in hellos if each is not None and each.worker is not None]
         pid = self.scheduler.credentials.pid
-        groups = Groups.told(hello.scheduler.groups, hello.scheduler.hash_tokens)
+        groups = Groups.of_rules(hello.scheduler.groups, hello.scheduler.hash_tokens)
         return EngineInfo(hello.engine_id, groups, hello.scheduler, workers, pid, self.uid)
 
     def mapped(self) -> list[Mapped] | None:

@@ -246,7 +246,7 @@ def _check(hello: Hello) -> None:
         raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
     if hello.scheduler is not None:
         try:
-            Groups.told(hello.scheduler.groups, hello.scheduler.hash_tokens).check()
+            Groups.of_rules(hello.scheduler.groups, hello.scheduler.hash_tokens).check()
         except ValueError as error:
             raise ProtocolError(str(error)) from None
     if hello.rank >= (hello.world_size if hello.role == "worker" else 1):

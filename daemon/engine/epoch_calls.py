@@ -203,7 +203,7 @@ class EpochCalls(EpochParts):
         self._pools.link_share.loaded(good_bytes)
         meter = self._pools.rates.fetches[order.lane]
         meter.add(good_bytes)
-        self._pools.sizes[order.lane].brought(good_bytes, duration_ns, meter.total(now))
+        self._pools.sizes[order.lane].fetched(good_bytes, duration_ns, meter.total(now))
         self._carry_on()
 
     def _failed(self, order: Order, outcome: Sequence[ErrorClass], now_ns: int, asked_ns: int) -> None:

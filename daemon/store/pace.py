@@ -26,7 +26,7 @@ _MOST_NS = 1_000_000_000  # that a read is predicted to take: others wait no lon
 
 
 @dataclass(eq=False)
-class Asked:
+class Read:
     """Bytes asked of a node in one read, which begins when `turn` says so.
 
     `due_ns`: when they should be there.  `looked_ns`: the last look that did not find its end, or its begin.
@@ -47,12 +47,12 @@ class Asked:
 
 @dataclass
 class _Node:
-    """`asked`: reads that have not ended, the first one first.
+    """`reads`: those that have not ended, the first one first.
 
     `sent` and `ns`: bytes that came and the time they took; older ones count less.  `ended_ns`: the last end of a read.
     """
 
-    asked: list[Asked] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     sent: float = 0.0
     ns: float = 0.0
     ended_ns: float = 0.0
@@ -75,54 +75,54 @@ class Pace:
 
     def waiting(self, node: str) -> int:
         """Return the bytes asked of this node that are not there yet."""
-        return sum(each.size for each in self._nodes[node].asked) if node in self._nodes else 0
+        return sum(each.size for each in self._nodes[node].reads) if node in self._nodes else 0
 
-    def ask(self, node: str, size: int, now_ns: int) -> Asked:
+    def ask(self, node: str, size: int, now_ns: int) -> Read:
         """Enter a read of `size` bytes, at least one. It begins when `turn` says so."""
         each = self._nodes.setdefault(node, _Node())
-        asked = Asked(node, size, _free_ns(each.asked, now_ns) + each.takes_ns(size), now_ns)
-        each.asked.append(asked)
-        return asked
+        read = Read(node, size, _free_ns(each.reads, now_ns) + each.takes_ns(size), now_ns)
+        each.reads.append(read)
+        return read
 
-    def turn(self, asked: Asked, now_ns: int) -> bool:
+    def turn(self, read: Read, now_ns: int) -> bool:
         """Whether the read begins now, as it is its turn; False: look again at `look_ns`."""
-        node = self._nodes[asked.node]
-        left_ns = _free_ns(node.asked[: node.asked.index(asked)], now_ns) - now_ns
+        node = self._nodes[read.node]
+        left_ns = _free_ns(node.reads[: node.reads.index(read)], now_ns) - now_ns
         if (wait_ns := left_ns - TURN_NS) > 0:
             soon_ns = max(wait_ns / 2, min(wait_ns, TURN_NS))  # the reads before it may end sooner
-            asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(soon_ns)))
+            read.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(soon_ns)))
             return False
-        asked.began_ns, asked.due_ns = now_ns, now_ns + left_ns + node.takes_ns(asked.size)
-        self.looked(asked, now_ns)
+        read.began_ns, read.due_ns = now_ns, now_ns + left_ns + node.takes_ns(read.size)
+        self.looked(read, now_ns)
         return True
 
-    def looked(self, asked: Asked, now_ns: int) -> None:
+    def looked(self, read: Read, now_ns: int) -> None:
         """Enter that the read, which began, has not ended."""
-        asked.looked_ns, elapsed = now_ns, now_ns - asked.began_ns
-        predicted = asked.due_ns - asked.began_ns
+        read.looked_ns, elapsed = now_ns, now_ns - read.began_ns
+        predicted = read.due_ns - read.began_ns
         if (wait_ns := HALF * predicted - elapsed) <= SOONEST_NS:
             left_ns = EARLY * predicted - elapsed
             wait_ns = min(left_ns, STEP * predicted) if left_ns > SOONEST_NS else elapsed * _FURTHER
-        asked.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(wait_ns)))
+        read.look_ns = now_ns + min(LATEST_NS, max(SOONEST_NS, int(wait_ns)))
 
-    def ended(self, asked: Asked, now_ns: int, *, came: bool) -> None:
+    def ended(self, read: Read, now_ns: int, *, came: bool) -> None:
         """Enter that the read has ended, or will never begin; `came`: all its bytes are there."""
-        node = self._nodes[asked.node]
-        node.asked.remove(asked)
-        if asked.begun:
-            since_ns, ended_ns = max(node.ended_ns, asked.began_ns), (asked.looked_ns + now_ns) / 2
+        node = self._nodes[read.node]
+        node.reads.remove(read)
+        if read.begun:
+            since_ns, ended_ns = max(node.ended_ns, read.began_ns), (read.looked_ns + now_ns) / 2
             node.ended_ns = max(since_ns, ended_ns)
             if came:
-                older = 1.0 - min(1.0, asked.size / _HEAVY_BYTES) / 2
-                node.sent, node.ns = older * node.sent + asked.size, older * node.ns + node.ended_ns - since_ns
+                older = 1.0 - min(1.0, read.size / _HEAVY_BYTES) / 2
+                node.sent, node.ns = older * node.sent + read.size, older * node.ns + node.ended_ns - since_ns
                 while node.ns > _RECENT_NS:  # after a stall
                     node.sent, node.ns = node.sent / 2, node.ns / 2
         free_ns = float(now_ns)
-        for each in node.asked:
+        for each in node.reads:
             each.due_ns = min(each.due_ns, free_ns + node.takes_ns(each.size))
             free_ns = max(free_ns, each.due_ns)  # one that is late holds up nobody, and hurries nobody
 
 
-def _free_ns(asked: Sequence[Asked], now_ns: int) -> float:
+def _free_ns(reads: Sequence[Read], now_ns: int) -> float:
     """Return when all of these bytes should be there, `now_ns` at the earliest."""
-    return max([now_ns, *(each.due_ns for each in asked)])
+    return max([now_ns, *(each.due_ns for each in reads)])

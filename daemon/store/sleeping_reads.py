@@ -28,7 +28,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from .errors import ErrorClass
-from .pace import Asked, Pace
+from .pace import Pace, Read
 from .replicas import Place
 from .storage_nodes import Get
 
@@ -74,7 +74,7 @@ class _Piece:
 class _Transfers:
     """One read's pieces from one node. `left`: the transfers that have not ended."""
 
-    asked: Asked
+    read: Read
     pieces: Sequence[_Piece]
     known: bool  # the node, when the read was asked for
     left: list[_Piece] = field(default_factory=list)
@@ -133,7 +133,7 @@ class SleepingReads:
                 for node, pieces in wanted.items()
             ]
         while under_way := [each for each in under_way if not self._go_on(each, values, results, get, until_ns)]:
-            self._sleep(max(0, min(each.asked.look_ns for each in under_way) - self._clock_ns()) / 1e9)
+            self._sleep(max(0, min(each.read.look_ns for each in under_way) - self._clock_ns()) / 1e9)
         if self._clock_ns() > until_ns:
             results = [ErrorClass.LOOKUP_AGAIN if each is ErrorClass.OK else each for each in results]
         return results
@@ -162,24 +162,24 @@ class SleepingReads:
         self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None], get: Get, until_ns: int
     ) -> bool:
         """Begin them when it is their turn, or look at them; return whether all have ended."""
-        asked, now_ns = transfers.asked, self._clock_ns()
-        if now_ns < asked.look_ns:
+        read, now_ns = transfers.read, self._clock_ns()
+        if now_ns < read.look_ns:
             return False
-        if not asked.begun and (get.dropped or now_ns > until_ns):  # the bytes would not count, and would delay others
+        if not read.begun and (get.dropped or now_ns > until_ns):  # the bytes would not count, and would delay others
             for i in (index for piece in transfers.pieces for index in piece.indices):
                 results[i] = ErrorClass.LOOKUP_AGAIN
-        elif not asked.begun and not get.late:
+        elif not read.begun and not get.late:
             with self._lock:
-                begins = self._pace.turn(asked, now_ns)
+                begins = self._pace.turn(read, now_ns)
             if begins:
                 self._begin(transfers, get)
             return False
-        transfers.came &= asked.begun
+        transfers.came &= read.begun
         return self._look(transfers, values, results)
 
     def _begin(self, transfers: _Transfers, get: Get) -> None:
         get.begun = True
-        begin, node = self._engine.batch_transfer_async_read, transfers.asked.node
+        begin, node = self._engine.batch_transfer_async_read, transfers.read.node
         # A read of another thread failed while this one waited for its turn.
         gone = transfers.known and node not in self._known and self._engine.send_probe(node) != 0
         for piece in () if gone else transfers.pieces:
@@ -193,25 +193,25 @@ class SleepingReads:
 
     def _failed(self, transfers: _Transfers) -> None:
         transfers.came = False
-        self._known.discard(transfers.asked.node)
+        self._known.discard(transfers.read.node)
 
     def _look(self, transfers: _Transfers, values: Sequence[Value], results: list[ErrorClass | None]) -> bool:
         """Return whether all have ended."""
-        asked, left, check = transfers.asked, transfers.left, self._engine.transfer_check_status
+        read, left, check = transfers.read, transfers.left, self._engine.transfer_check_status
         while left:
             piece = left[-1]  # the last one ends last
             if (ended := ENDED.get(check(piece.number))) is None:
                 with self._lock:
-                    self._pace.looked(asked, self._clock_ns())
+                    self._pace.looked(read, self._clock_ns())
                 return False
             left.pop()  # from now on its number names nothing
             for i in piece.indices:
                 results[i] = ended
             if ended is not ErrorClass.OK:
                 self._failed(transfers)
-                self._keep_apart(asked.node, piece, values)
+                self._keep_apart(read.node, piece, values)
         with self._lock:
-            self._pace.ended(asked, self._clock_ns(), came=transfers.came)
+            self._pace.ended(read, self._clock_ns(), came=transfers.came)
         return True
 
     def _keep_apart(self, node: str, piece: _Piece, values: Sequence[Value]) -> None:

@@ -27,7 +27,7 @@ class CallSize:
         self._bytes = self._ns = 0.0
         self._moved = self._busy_ns = 0.0  # of all calls, also those that say nothing of the link
 
-    def brought(self, count: int, duration_ns: int, total: tuple[int, int]) -> None:
+    def fetched(self, count: int, duration_ns: int, total: tuple[int, int]) -> None:
         """Enter a call's good bytes and time, and all bytes and their time (ns) since the start, which include it."""
         moved, busy_ns = total[0] - self._total[0], total[1] - self._total[1]
         busy_ns = min(busy_ns, duration_ns)  # the rest is of a call that hangs

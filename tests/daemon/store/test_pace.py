@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvprefetch.daemon.store import pace as pace_module
-from kvprefetch.daemon.store.pace import LATEST_NS, SOONEST_NS, TURN_NS, Asked, Pace
+from kvprefetch.daemon.store.pace import LATEST_NS, SOONEST_NS, TURN_NS, Pace, Read
 
 MIB = 1 << 20
 
@@ -78,8 +78,8 @@ def test_a_node_that_crawled_delays_no_later_read_for_long() -> None:
 
 
 @dataclass(eq=False)
-class Read:
-    asked: Asked
+class Reading:
+    asked: Read
     left: float
     begins_ns: int = 0  # its bytes come from then on
     ended_ns: int = 0
@@ -92,10 +92,10 @@ class SharedWay:
 
     def __init__(self, ns_per_byte: float, latency_ns: int = 1_000_000) -> None:
         self.ns_per_byte, self.latency_ns, self.now, self.pace = ns_per_byte, latency_ns, 10**12, Pace()
-        self.reads: list[Read] = []
+        self.reads: list[Reading] = []
 
-    def ask(self, size: int) -> Read:
-        read = Read(self.pace.ask("node", size, self.now), size)
+    def ask(self, size: int) -> Reading:
+        read = Reading(self.pace.ask("node", size, self.now), size)
         self.reads.append(read)
         return read
 

@@ -21,16 +21,16 @@ def ends_at(ns_per_byte: float, delay_ns: int, at_a_time: int, calls: int = 200)
         blocks = min(CHUNK, size.blocks(BLOCK) or CHUNK)
         took = int(max(blocks * BLOCK * ns_per_byte, (delay_ns + blocks * BLOCK * ns_per_byte) / at_a_time))
         now, moved = now + took, moved + blocks * BLOCK
-        size.brought(blocks * BLOCK, took * at_a_time, (moved, now))
+        size.fetched(blocks * BLOCK, took * at_a_time, (moved, now))
     return blocks, took
 
 
 def test_a_call_is_as_large_as_it_may_until_one_brought_something() -> None:
     size = CallSize()
     assert size.blocks(BLOCK) is None
-    size.brought(0, 10**12, (0, 10**12))
+    size.fetched(0, 10**12, (0, 10**12))
     assert size.blocks(BLOCK) is None
-    size.brought(CHUNK * BLOCK, 2 * CALL_NS, (CHUNK * BLOCK, 10**12 + 2 * CALL_NS))
+    size.fetched(CHUNK * BLOCK, 2 * CALL_NS, (CHUNK * BLOCK, 10**12 + 2 * CALL_NS))
     assert size.blocks(BLOCK) == CHUNK // 2, "the time of what failed does not count"
 
 
@@ -54,7 +54,7 @@ def test_a_link_that_becomes_fast_gets_large_calls_again() -> None:
             blocks = min(CHUNK, size.blocks(BLOCK) or CHUNK)
             took = int(blocks * BLOCK * ns_per_byte) + MS
             moved, now = moved + blocks * BLOCK, now + took
-            size.brought(blocks * BLOCK, took, (moved, now))
+            size.fetched(blocks * BLOCK, took, (moved, now))
     assert blocks == CHUNK
 
 
@@ -62,17 +62,17 @@ def test_small_calls_do_not_make_a_fast_link_slow() -> None:
     """Most of their time is their own delay."""
     size = CallSize()
     for call in range(1, 50):
-        size.brought(BLOCK, 2 * MS, (call * BLOCK, 2 * call * MS))
+        size.fetched(BLOCK, 2 * MS, (call * BLOCK, 2 * call * MS))
     assert size.blocks(BLOCK) is None
-    size.brought(CHUNK * BLOCK, 2 * CALL_NS, (113 * BLOCK, 98 * MS + 2 * CALL_NS))
+    size.fetched(CHUNK * BLOCK, 2 * CALL_NS, (113 * BLOCK, 98 * MS + 2 * CALL_NS))
     before = size.blocks(BLOCK)
-    size.brought(BLOCK, 2 * MS, (114 * BLOCK, 100 * MS + 2 * CALL_NS))
+    size.fetched(BLOCK, 2 * MS, (114 * BLOCK, 100 * MS + 2 * CALL_NS))
     assert size.blocks(BLOCK) == before
 
 
 def test_the_time_of_another_call_that_hangs_is_not_this_one_s() -> None:
     size = CallSize()
-    size.brought(CHUNK * BLOCK, 2 * CALL_NS, (CHUNK * BLOCK, 100 * CALL_NS))
+    size.fetched(CHUNK * BLOCK, 2 * CALL_NS, (CHUNK * BLOCK, 100 * CALL_NS))
     assert size.blocks(BLOCK) == CHUNK // 2
 
 
@@ -83,7 +83,7 @@ def test_the_pace_that_requests_are_put_in_order_by_moves_only_when_it_is_half_o
         for _ in range(800 if ns_per_byte else 0):
             took = int(4 * BLOCK * ns_per_byte)  # short calls, which leave the size as it is
             moved, now = moved + 4 * BLOCK, now + took
-            size.brought(4 * BLOCK, took, (moved, now))
+            size.fetched(4 * BLOCK, took, (moved, now))
         seen.append(round(size.ns_per_byte, 2))
     assert seen[:4] == [0.0, 10.0, 10.0, 10.0]
     assert 20 <= seen[4] <= 30
