@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ..kv.groups import Kind
 from ..shmring._atomics import block_ids
 from .geometry import Geometry
 from .hints import Handle
 from .metadata import LoadOrder
 from .request_state import Answer, RequestState
 from .session import SchedulerSession
+
+_FULL = Kind.FULL  # a name of the module: with cold caches a member of an enum costs several looks more
 
 
 class Load(NamedTuple):
@@ -92,14 +93,18 @@ class Loads:
         start, stop, nothing = answer.start * unit, (answer.start + count) * unit, array("I")
         ids = array("I")
         for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):
-            if any(block_ids(table, start // group.block_tokens, items.start)):
+            first = start // group.block_tokens
+            if first < items.start and any(block_ids(table, first, items.start)):
                 return nothing, nothing  # the engine counts on blocks that nobody fills
-            ids += block_ids(table, items.start, items.stop)
+            found = block_ids(table, items.start, items.stop)
+            if group.kind is not _FULL and not all(found):
+                return nothing, nothing  # vLLM gave up a block that is needed
+            ids += found
         slots = answer.slots
         if count != answer.count:
             end = (answer.start + answer.count) * unit
             slots = [slot for span in groups.spans(start, end, start, stop) for slot in slots[span.start : span.stop]]
-        if len(ids) != len(slots) or not np.frombuffer(ids, np.uint32).all():
+        if len(ids) != len(slots):
             return nothing, nothing
         return ids, slots
 

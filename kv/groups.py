@@ -200,15 +200,27 @@ class Groups:
         if tokens <= local:
             return [range(0)] * len(self.groups)
         return [
-            range(max(local // group.block_tokens, group.first(tokens), 0), tokens // group.block_tokens)
-            for group in self.groups
+            range(
+                max(local // group.block_tokens, group.first(tokens), 0) if windowed else local // group.block_tokens,
+                tokens // group.block_tokens,
+            )
+            for group, windowed in self._windowed
         ]
+
+    @cached_property
+    def _windowed(self) -> list[tuple[Group, bool]]:
+        """Return each group, and whether it does not need all its blocks."""
+        return [(group, group.kind is not Kind.FULL) for group in self.groups]
 
     def spans(self, local: int, staged: int, start: int, stop: int) -> list[range]:
         """Return which entries of a prefix's slot table are those of the blocks to load for tokens [start, stop).
 
         The table has the `items` of a prefix of `staged` tokens, group by group.  Nothing for groups that need none.
         """
+        if self.partial:  # on the engine's thread, where each call below takes 3 us
+            size = self.unit_tokens
+            base, first, end = local // size, max(local, start) // size, min(staged, stop) // size
+            return [range(first - base, end - base)] if first < end else []
         found, at = list[range](), 0
         for items, needed in zip(self.items(local, staged), self.items(start, stop), strict=True):
             first, end = max(needed.start, items.start), min(needed.stop, items.stop)
