@@ -224,7 +224,7 @@ def test_a_preempted_request_waits_anew_and_once() -> None:
 def test_a_segment_that_has_room_for_no_hint_does_not_hold_up_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that there is some, and takes no hint."""
     engine = Engine(flags=1)
-    monkeypatch.setattr(hints, "room", lambda *_: True)
+    monkeypatch.setattr(hints, "fits", lambda *_: True)
     engine.add("first", 4 * BLOCK)
     request = engine.add("r", 4 * BLOCK, local=2 * BLOCK)
     looks: list[Any] = []
