@@ -84,7 +84,6 @@ class Life:
             chunk_bytes=CHUNK_BYTES,
             disk_call_bytes=CHUNK_BYTES,
             lease_ns=10_000_000_000,
-            wasted_share=1.0,
             media=not private,
             histories=Histories(),
             negatives=NegativeCaches(),

@@ -14,7 +14,6 @@ from benchmarks.simulate import groups as rules
 from benchmarks.simulate.events import Event, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import SimRequest, StoreContents
-from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import Broken, Key, Order, Publication
 from kvprefetch.daemon.planning.runs import Lane
@@ -42,8 +41,6 @@ class NodeModel:
     """The same for the lane of blocks on disks. 0: look-ups do not say where blocks lie."""
     look_up_s: float = 0.0005
     """One look-up, on the only thread for them."""
-    wasted_share: float = DaemonConfig.model_fields["wasted_share"].default
-    """The planner's ceiling of waste; 1: none."""
     knows_pace: bool = False
     """The daemon has fetched over this link before."""
     turns: bool = True
@@ -140,9 +137,7 @@ class Node:
         self._pace = Pace()
         self._sizes, self._meters = [CallSize() for _ in Lane], [Meter(lane.name) for lane in Lane]
         self._flags = _Flags(changed)
-        self._planner = Planner(
-            model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks, wasted_share=model.wasted_share
-        )
+        self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
         self._groups = groups
         self._prompts = rules.Prompts(self._planner, groups)
         self._message_ns, self._look_up_ns = ns(model.message_s), ns(model.look_up_s)

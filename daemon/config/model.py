@@ -95,13 +95,6 @@ class DaemonConfig(BaseModel):
     save_share: Annotated[float, BeforeValidator(_number)] = Field(
         default=0.25, ge=0.0, le=0.9, description="share of the staging slots kept for saves"
     )
-    wasted_share: Annotated[float, BeforeValidator(_number)] = Field(
-        default=0.1,
-        ge=0.01,
-        le=1.0,
-        description="share of the bytes fetched lately that may go unused; above it prefetch is for the next request "
-        "alone; 1: no bound",
-    )
     max_engines: Number = Field(default=16, ge=1, le=256, description="engines attached at a time")
     max_engines_per_uid: Number = Field(
         default=8, ge=1, le=256, description="of these, engines that run as one and the same user"
@@ -156,9 +149,7 @@ class DaemonConfig(BaseModel):
 
 # Keys that SIGHUP changes: those of `NEXT_ATTACH` for engines that attach later, the others of `RELOADABLE` at once.
 # Any other key needs a restart.
-NEXT_ATTACH = frozenset(
-    {"staging", "device_staging", "device_margin", "save_share", "wasted_share", "hint_ring", "chunk"}
-)
+NEXT_ATTACH = frozenset({"staging", "device_staging", "device_margin", "save_share", "hint_ring", "chunk"})
 RELOADABLE = NEXT_ATTACH | frozenset(
     {"allow_uids", "log_level", "max_engines", "max_engines_per_uid", "mode", "namespaces"}
 )

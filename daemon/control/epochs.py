@@ -71,7 +71,6 @@ class Epochs:
             disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads,
             lease_ns=config.lease_ns,
             media=config.disk is not None or config.mooncake_config is not None,
-            wasted_share=config.wasted_share,
             histories=shared.histories,
             negatives=shared.negatives,
         )

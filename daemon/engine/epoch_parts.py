@@ -58,7 +58,6 @@ class Services(NamedTuple):
     disk_call_bytes: int
     lease_ns: int
     media: bool
-    wasted_share: float
     histories: Histories
     negatives: NegativeCaches
 
@@ -84,8 +83,6 @@ class EpochParts(Caller):
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
-            # In shadow mode an engine loads nothing: it asks what would have been there.
-            wasted_share=services.wasted_share if engine.scheduler.loads else 1.0,
         )
         self._negative = services.negatives.join(self.ranks.namespaces)
         self.groups = engine.groups

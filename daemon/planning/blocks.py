@@ -2,7 +2,7 @@
 
 Each request pins the blocks that it wants.  Unpinned blocks stay until another block needs their room; the least
 recently used goes first.  Blocks from disk use only part of the slots, so that blocks from memory always find room.
-A fetched block is waste if its slot is given up before any request loads it; ceiling.py says when that is too much.
+A fetched block is waste if its slot is given up before any request loads it.
 
 Blocks that follow one another in a prompt and have all else in common form one run.  The table finds, pins and unpins
 whole runs, so a prompt costs as much work as it meets runs, not blocks.  It cuts a run where a request wants or gets
@@ -20,7 +20,6 @@ from itertools import chain
 
 import numpy as np
 
-from .ceiling import Ceiling
 from .requests import Announced, Request
 from .runs import BlockState, Lane, Run
 
@@ -31,8 +30,7 @@ class Blocks:
     A slot that is in `lost` when it comes back is never used again; the caller adds to that set.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int], ceiling: Ceiling) -> None:
-        self.ceiling = ceiling
+    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int]) -> None:
         self.slot_count = slot_count
         self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
@@ -42,6 +40,7 @@ class Blocks:
         self.sole: dict[int, int] = {}  # request number -> blocks that only this request pins
         self.sole_changed: set[int] = set()  # numbers that came into `sole`; Victims empties it
         self.wasted = [0, 0]  # blocks of each lane
+        self.unused = 0  # idle blocks that no request loaded; warmed ones aside
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -200,7 +199,7 @@ class Blocks:
         for run in {run for run in self._runs if run is not None}:
             self._waste(run, len(run))
             run.unloaded = False
-        self.ceiling.unused = 0
+        self.unused = 0
 
     def cut(self, slot: int) -> Run:
         """Return the run that begins with this slot, cut there if need be."""
@@ -263,13 +262,11 @@ class Blocks:
     def _rests(self, run: Run, change: int) -> None:
         """Change how many idle blocks no request loaded."""
         if run.unloaded and not run.ahead_until_ns:
-            self.ceiling.unused += change
+            self.unused += change
 
     def _waste(self, run: Run, blocks: int) -> None:
         if run.unloaded:
             self.wasted[run.lane] += blocks
-            if not run.ahead_until_ns:
-                self.ceiling.wasted(blocks)
 
     def _count_sole(self, number: int, change: int) -> None:
         """Change how many blocks only this request pins."""
@@ -290,9 +287,8 @@ class Blocks:
             "slots_free": len(self._free),
             "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
             "slots_lost": self.lost,
-            "slots_unused": self.ceiling.unused,
+            "slots_unused": self.unused,
             "blocks_wasted": sum(self.wasted),
-            "prefetch_limited": int(self.ceiling.passed),
             "blocks_pinned": self.pinned,
         }
 

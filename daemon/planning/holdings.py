@@ -77,7 +77,6 @@ class Holdings:
         self._unpin(request, limit)
         request.issued = min(request.issued, limit)
         self.advance(request)
-        self._queues.nearer()
 
     def stop(self, request: Request, failure: Failure) -> None:
         """No more blocks can come: go on with those that it has."""
@@ -110,7 +109,6 @@ class Holdings:
         if request.stopped:
             request.limit = request.issued
         self.advance(request)
-        self._queues.nearer()
         if request.wants_work:
             self._queues.enter(request)
         return choice

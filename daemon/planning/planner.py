@@ -18,7 +18,6 @@ from collections.abc import Sequence, Set
 
 from ...kv.prompts import Choice, Prompt
 from .blocks import Blocks
-from .ceiling import Ceiling
 from .holdings import Holdings
 from .queues import Queues, Stop, Victims
 from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
@@ -42,12 +41,10 @@ class Planner:
         chunk_blocks: int,
         disk_chunk_blocks: int = 0,
         lost: Set[int] = NONE,
-        wasted_share: float = 1.0,
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        ceiling = Ceiling(wasted_share, slot_count)
-        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost, ceiling)
+        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -73,12 +70,9 @@ class Planner:
         number = self._sequence
         request = Request(key, prompt, priority, number, prompt.names, arrived_ns, shown=local, announced=announced)
         self.requests[key] = self._numbers[request.sequence] = request
-        if announced is None:
-            self._queues.arrived(request)
         self._holdings.pin_known(request, request.blocks)
         if request.issued:
             prompt.holds(request.issued)
-        self._queues.nearer()
         return request
 
     def choose(self, request: Request) -> Choice:
@@ -117,7 +111,6 @@ class Planner:
         begin_ns = max(request.due_ns, self._free_ns)
         self._free_ns = begin_ns + fetch_ns
         request.due_ns = begin_ns + OVERTAKEN * fetch_ns
-        self._queues.arrived(request)
         if request.sequence in self.blocks.sole:
             self.blocks.sole_changed.add(request.sequence)
         if request.wants_work:
@@ -129,7 +122,6 @@ class Planner:
         if request is None or request.asked:
             return
         request.asked = True
-        self._queues.nearer()
         if request.sequence in self.blocks.sole:
             self.blocks.sole_changed.add(request.sequence)
         if request.wants_work:
@@ -185,19 +177,13 @@ class Planner:
                 self.blocks.ahead(request.held, request.announced.until_ns)
             self._holdings.drop(request)
             del self.requests[key], self._numbers[request.sequence]
-            self._queues.nearer()
         return request
 
     def fetched(self, number: int, results: Sequence[bool], now_ns: int, failure: Failure | None = None) -> None:
         """An order came back. The first failed block of a request ends its usable prefix; `failure` says why."""
         if (overdue := self._overdue.pop(number, None)) is not None:
             self.blocks.wasted[overdue.lane] += sum(results)
-            at = 0
             for run in list(self.blocks.runs(overdue.slots)):
-                good, at = sum(results[at : at + len(run)]), at + len(run)
-                if not run.ahead_until_ns:
-                    self.blocks.ceiling.fetched(good)
-                    self.blocks.ceiling.wasted(good)
                 self.blocks.returned(run)
             self._queues.changed()
             return
@@ -211,8 +197,6 @@ class Planner:
             ok, at = results[at], at + len(run)
             if ok:
                 run.state, run.unloaded = BlockState.STAGED, True
-                if not run.ahead_until_ns:
-                    self.blocks.ceiling.fetched(len(run))
                 if run.first_requester is not None:
                     run.first_requester.fetched_blocks += len(run)
                     run.first_requester.disk_blocks += run.lane * len(run)
@@ -301,9 +285,6 @@ class Planner:
                 break
             if self._queues.must_yield(lane, request.urgency):
                 break
-            if self.blocks.ceiling.passed and not ahead and not self._queues.is_near(request):
-                self._queues.stop(lane, Stop.TOO_EARLY)
-                break
             stop = self._issue(request, lane, digests, slots, chunk)
             self._holdings.advance(request)
             if stop is Stop.LANE:
@@ -330,11 +311,6 @@ class Planner:
     def fetch_waits(self) -> bool:
         """Whether a request waits for a block that no order fetches yet."""
         return any(self._queues.head(lane) is not None for lane in Lane)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request has a fetch to start, now or once there is room: what waits comes too early."""
-        return all(self._queues.idle(lane) for lane in Lane)
 
     def starved(self, lane: Lane) -> bool:
         """Whether a request of this lane waits for room in staging."""

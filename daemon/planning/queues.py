@@ -37,7 +37,6 @@ class Stop(enum.Enum):
     LANE = "its next block belongs to the other lane"
     NO_ROOM = "no slot"
     NO_BUDGET = "its lane holds as many slots as it may"
-    TOO_EARLY = "too many fetched blocks went unused, and the scheduler is not near this request"
 
 
 class Queues:
@@ -47,7 +46,6 @@ class Queues:
         self._numbers = numbers
         self._heaps: tuple[list[Urgency], list[Urgency]] = ([], [])
         self._stopped: list[Stop | None] = [None, None]
-        self._arrived: list[Urgency] = []  # of requests that the scheduler has not asked for
 
     def enter(self, request: Request) -> None:
         """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""
@@ -67,18 +65,6 @@ class Queues:
             heapq.heappop(heap)
         return None
 
-    def arrived(self, request: Request) -> None:
-        push(self._arrived, request.urgency, self._numbers)
-
-    def is_near(self, request: Request) -> bool:
-        """Whether the scheduler asked for this request, or it is the first of the others that has or may get blocks."""
-        while not request.asked and self._arrived:
-            first = self._numbers.get(self._arrived[0][-1])
-            if first is not None and first.urgency == self._arrived[0] and (first.held or not first.final):
-                return first is request
-            heapq.heappop(self._arrived)
-        return True
-
     def wants(self, lane: Lane) -> bool:
         """Whether an order of this lane is worth a try."""
         return self._stopped[lane] is None and bool(self._heaps[lane])
@@ -90,14 +76,6 @@ class Queues:
     def changed(self) -> None:
         """There may be room now."""
         self._stopped = [None, None]
-
-    def nearer(self) -> None:
-        """Another request may be near now, or fewer staged blocks unused."""
-        self._stopped = [None if why is Stop.TOO_EARLY else why for why in self._stopped]
-
-    def idle(self, lane: Lane) -> bool:
-        """Whether no request has a fetch to start in this lane, now or once there is room."""
-        return self._stopped[lane] is Stop.TOO_EARLY or self.head(lane) is None
 
     def starved(self, lane: Lane) -> bool:
         """Whether this lane waits for room."""

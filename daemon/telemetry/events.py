@@ -163,7 +163,6 @@ FIELDS: dict[str, Field] = {
     "slots_lost": Field("integer", "slots that are never used again: Mooncake may still write to them (`slots.lost`)"),
     "blocks_pinned": Field("integer", "blocks that requests hold"),
     "blocks_wasted": Field("integer", "fetched blocks whose slot was given up before any request loaded them"),
-    "prefetch_limited": Field("integer", "1 while prefetch is for the next request alone (`wasted_share`)"),
     "requests": Field("integer", "hinted requests that have not ended"),
     "leases": Field("integer", "blocks that wait for their fetch; the store keeps them until then"),
     "orders": Field("integer", "fetches in flight or waiting for a thread"),
@@ -231,7 +230,7 @@ FIELDS: dict[str, Field] = {
 
 _COUNTERS = (
     "slots", "slots_free", "slots_idle", "slots_unused", "slots_stuck", "slots_lost", "blocks_pinned", "blocks_wasted",
-    "prefetch_limited", "requests", "leases", "orders",
+    "requests", "leases", "orders",
     "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints", "bad_records",
     "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
     "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "device_slots",

@@ -99,10 +99,6 @@ CATALOGUE: dict[str, Described] = {
     "unused_blocks": _gauge(
         "Of the idle slots, those whose block no request loaded yet; warmed ones aside", _ENGINE, of="slots_unused"
     ),
-    "prefetch_limited": _gauge(
-        "1 while more of the fetched bytes went unused than `wasted_share`: prefetch is for the next request alone",
-        _ENGINE,
-    ),
     "device_slots": _gauge(
         "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
         _ENGINE_USE,

@@ -119,9 +119,9 @@ def row(engine: Numbers) -> list[str]:
 
 
 def wasted(engine: Numbers) -> str:
-    """Return the share of fetched blocks that no request loaded, marked while prefetch holds back for it."""
+    """Return the share of fetched blocks that no request loaded."""
     fetched, unused = _int(engine, "fetched_blocks"), _int(engine, "blocks_wasted") + _int(engine, "slots_unused")
-    return percent(unused / fetched if fetched else None) + ("!" if _int(engine, "prefetch_limited") else "")
+    return percent(unused / fetched if fetched else None)
 
 
 def headline(status: Status) -> str:

@@ -16,9 +16,8 @@ from benchmarks.simulate.events import NS, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.node import NodeModel
 from benchmarks.simulate.plot import plot
-from benchmarks.simulate.run import Result, simulate
+from benchmarks.simulate.run import Result
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
-from benchmarks.simulate.waiting import POLICIES
 from kvprefetch.connector import claims
 from kvprefetch.daemon.planning.planner import Planner
 from tests.simulate.small import MEGABYTE, NODE, SMALL, run, ttft
@@ -139,18 +138,6 @@ def test_a_stopped_fetch_does_not_wait_for_calls_that_have_not_begun(monkeypatch
     assert dropping.node.failed == waiting.node.failed == 0
     assert dropping.ttft_s(0.5) < 0.98 * waiting.ttft_s(0.5)
     assert dropping.wasted_share < 0.01
-
-
-@pytest.mark.parametrize("policy", ["wait", "best_effort"])
-def test_past_the_ceiling_of_waste_all_are_served_with_less_of_it(policy: str) -> None:
-    load = replace(SCENARIOS["aborts"].load, requests=1500 if policy == "wait" else 400)
-    aborts = replace(SCENARIOS["aborts"], load=load)
-    free, held = (
-        simulate(replace(aborts, node=replace(aborts.node, wasted_share=share)), POLICIES[policy])
-        for share in (1.0, 0.0)
-    )
-    assert held.finished + held.aborted == held.arrived == load.requests
-    assert held.node.wasted < 0.9 * free.node.wasted
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:

@@ -125,8 +125,6 @@ def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> N
         (["--memory", "4TiB"], "more than this machine has"),
         (["--staging", "4TiB"], "more than this machine has"),
         (["--save-share", "-1"], "save_share='-1'\n"),
-        (["--wasted-share", "0"], "wasted_share='0'\n"),
-        (["--wasted-share", "1.1"], "wasted_share: should be 0.01 to 1.0: wasted_share='1.1'"),
         (["--stagging", "1GiB"], "Did you mean one of: '--device-staging', '--staging'"),
     ],
 )

@@ -78,7 +78,6 @@ def make_epoch(
     max_blocks: int = 8,
     groups: Groups = ONE_GROUP,
     loads: bool = True,
-    wasted_share: float = 1.0,
     negatives: NegativeCaches | None = None,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
@@ -92,7 +91,6 @@ def make_epoch(
         Metrics(),
         clock_ns,
         chunk_bytes=4096 * chunk_blocks,
-        wasted_share=wasted_share,
         disk_call_bytes=1 << 20,
         lease_ns=10 * SECOND_NS,
         media=False,

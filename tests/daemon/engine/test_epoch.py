@@ -261,13 +261,3 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> Non
     epoch.memory.staging.register(store)
     epoch.end(Ending.ENGINE_GONE)
     give_back(epoch)
-
-
-@pytest.mark.parametrize("loads", [True, False])
-def test_an_engine_that_loads_nothing_wastes_nothing(loads: bool) -> None:
-    """In shadow mode: with a ceiling its counts would say that the blocks come too late."""
-    engine = Engine(make_epoch(loads=loads, wasted_share=0.0))
-    engine.stage((0, 1), "a")
-    engine.cancel((0, 1))
-    assert engine.epoch.numbers()["prefetch_limited"] == loads
-    engine.leave()

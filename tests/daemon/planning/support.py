@@ -130,12 +130,10 @@ class Planner(module.Planner):
         self.choose(request)
 
 
-def planned(
-    slots: int, chunk: int, lost: Set[int] = frozenset(), *, wasted_share: float = 1.0
-) -> tuple[Planner, FlagsModel]:
+def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Planner, FlagsModel]:
     """Return a planner of so many slots with orders of up to `chunk` blocks, and its flags."""
     flags = FlagsModel()
-    return Planner(slots, flags, chunk_blocks=chunk, lost=lost, wasted_share=wasted_share), flags
+    return Planner(slots, flags, chunk_blocks=chunk, lost=lost), flags
 
 
 ONE_GROUP = Groups((Group(Kind.FULL, 1),), 1)

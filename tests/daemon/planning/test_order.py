@@ -13,9 +13,9 @@ BLOCK_NS = 10
 LONG = 8  # blocks
 
 
-def paced(slots: int = 100, chunk: int = 4, *, wasted_share: float = 1.0) -> tuple[Planner, FlagsModel]:
+def paced(slots: int = 100, chunk: int = 4) -> tuple[Planner, FlagsModel]:
     """Return a planner whose blocks take BLOCK_NS in memory, and twice as long on a disk."""
-    planner, flags = planned(slots, chunk, wasted_share=wasted_share)
+    planner, flags = planned(slots, chunk)
     planner.block_ns = [BLOCK_NS, 2 * BLOCK_NS]
     return planner, flags
 
@@ -164,18 +164,6 @@ def test_a_renewal_leaves_a_request_in_its_place() -> None:
     planner.block_ns = [3 * BLOCK_NS, 0.0]
     planner.looked_up(first, LONG)
     assert served(planner) == [1, 2]
-
-
-def test_past_the_ceiling_of_waste_the_first_of_the_order_is_fetched_ahead() -> None:
-    """Were it the first that came, that one would wait behind the others, and these for the scheduler's question."""
-    planner, _ = paced(wasted_share=0.0)
-    aborted = arrive(planner, 1, 5, 0)
-    run(planner)
-    planner.finish(aborted)
-    assert planner.gauges()["prefetch_limited"]
-    arrive(planner, 2, LONG, 0)
-    arrive(planner, 3, 1, 0)
-    assert run(planner) == [["3-0"]]
 
 
 def test_a_long_fetch_ends_although_short_ones_fill_the_link() -> None:

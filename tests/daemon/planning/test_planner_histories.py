@@ -34,8 +34,7 @@ class History:
         self.chance = chance
         self.slots = chance.randint(1, 12)
         self.lost: set[int] = set()  # one slot stays, so that all requests can end
-        chunk, share = chance.randint(1, 4), chance.choice([1.0, 0.3, 0.0])
-        self.planner, self.flags = planned(self.slots, chunk, self.lost, wasted_share=share)
+        self.planner, self.flags = planned(self.slots, chance.randint(1, 4), self.lost)
         self.live: dict[Key, list[str]] = {}
         self.content: dict[int, str] = {}
         self.orders: list[Order] = []

@@ -139,22 +139,6 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
     assert value(last, "wasted_bytes_total", tier="memory") == 3 * BLOCK_BYTES, "the first, and what is not claimed"
 
 
-@pytest.mark.parametrize(("options", "limited"), [(("--wasted-share", "0.01"), 1), ((), 0)])
-def test_an_aborted_request_passes_a_ceiling_of_one_per_cent_and_not_the_default(
-    serve: Serve, options: tuple[str, ...], limited: int
-) -> None:
-    daemon = serve(extra=options)
-    engine = FakeEngine(daemon.socket, prefix="ceiling")
-    values = blocks("ceiling", 24)
-    engine.save(values)
-    eventually(lambda: engine.credits.available() == 64, what="the save")
-    request = engine.hint(list(values))
-    assert engine.settled(request).count == 24
-    engine.cancel(request)
-    unused = eventually(lambda: [each for each in ask_daemon(daemon.socket).engines if each["slots_unused"]], 10, "it")
-    assert (unused[0]["slots_unused"], unused[0]["prefetch_limited"]) == (24, limited)
-
-
 def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serve) -> None:
     (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port)))
