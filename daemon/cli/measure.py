@@ -69,13 +69,13 @@ def socket(config: DaemonConfig) -> Iterator[Found]:
         yield {"failed": error.what}
 
 
-def store(config: DaemonConfig) -> Iterator[Found]:
-    """In a process that can be killed."""
+def store(config: DaemonConfig, what: str = "times") -> Iterator[Found]:
+    """Try the store in a process that can be killed: see store/probe.py."""
     if find_spec("mooncake") is None:
         yield {"failed": "store: Mooncake is not installed here: run this in the daemon's environment"}
         return
     where = [str(config.mooncake_config)] if config.mooncake_config is not None else []
-    command = [sys.executable, "-m", "kvprefetch.daemon.store.latency", *where]
+    command = [sys.executable, "-m", "kvprefetch.daemon.store.probe", what, *where]
     said = b""
     try:
         said = subprocess.run(command, capture_output=True, timeout=STORE_S, check=True).stdout
