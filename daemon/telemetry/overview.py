@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from ...shmring.wire.admin import Status
 from ..store.fill import StoreFill
 from .causes import label
 from .health import Health
-from .pretty import number, printable, size
+from .pretty import figure, number, printable, size
 
 Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
@@ -34,20 +32,6 @@ COLUMNS = (
     "DROP",
     "BAD",
 )
-
-
-class SlowRequest(BaseModel):
-    """One of the requests that ended lately and made the scheduler wait longest."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    request_id: str = ""
-    engine: str = ""
-    outcome: str = ""
-    cause: str = ""
-    exposed_ms: float = 0.0
-    fetched_bytes: int = 0
-    ago_s: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -171,10 +155,12 @@ def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
 def slowest(status: Status) -> list[list[str]]:
     """Return rows of the requests that waited longest: waited, outcome, cause, bytes, how long ago, engine, id."""
     rows = []
-    for each in map(SlowRequest.model_validate, status.slowest):
-        waited, ago = f"{number(each.exposed_ms)} ms", f"{duration(each.ago_s)} ago"
-        ids = printable(each.engine), printable(each.request_id)
-        rows.append([waited, each.outcome, label(each.cause), size(each.fetched_bytes), ago, *ids])
+    for each in status.slowest:
+        waited, fetched, ago_s = (figure(each, name) or 0.0 for name in ("exposed_ms", "fetched_bytes", "ago_s"))
+        outcome, cause, *ids = (
+            printable(str(each.get(name, ""))) for name in ("outcome", "cause", "engine", "request_id")
+        )
+        rows.append([f"{number(waited)} ms", outcome, label(cause), size(fetched), f"{duration(ago_s)} ago", *ids])
     return rows
 
 
