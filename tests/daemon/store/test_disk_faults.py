@@ -54,7 +54,7 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_logge
     line = daemon.wait_record("disk.failing", timeout_s=15)
     assert line is not None
     assert line["error"] == f"nothing can be kept on disk: the folder is gone: disk='{folder}': restart the daemon"
-    assert ask_daemon(daemon.socket).disk_fault == line["error"]
+    eventually(lambda: ask_daemon(daemon.socket).disk_fault == line["error"], what="the picture of its second")
     config = load({"socket": daemon.socket})
     fault = ("bad", line["error"].removesuffix(": restart the daemon"), "restart the daemon")
     assert list(findings.disk(config)) == [fault]

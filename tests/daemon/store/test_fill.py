@@ -131,7 +131,7 @@ def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: 
         began = time.monotonic()
         assert ask_daemon(daemon.socket).store is None
         assert time.monotonic() - began < 1
-        assert not [name for name, _ in scrape(port) if "store_used" in name]
+        eventually(lambda: not [name for name, _ in scrape(port) if "store_used" in name], what="the next exposition")
         assert "store: " not in said(daemon, "status")
     known(daemon, lambda _: True)
 

@@ -131,7 +131,7 @@ def test_a_daemon_whose_lease_is_not_the_master_s_says_so(
         what, _, advice = line["error"].rpartition(": ")
         assert what.startswith("lease_ms=2000: the master keeps values for a shorter time")
         assert advice == "set it to the master's default_kv_lease_ttl, and restart"
-        assert ask_daemon(daemon.socket).lease_fault == line["error"]
+        eventually(lambda: ask_daemon(daemon.socket).lease_fault == line["error"], what="the picture of its second")
         assert next(findings.master(config)) == ("bad", what, advice)
         assert eventually(lambda: engine.load(list(values))) == list(values.values()), "loads go on"
     assert len(daemon.records("lease.short")) == (lease_ms != MASTER_MS)
