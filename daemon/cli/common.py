@@ -84,8 +84,8 @@ def socket_option() -> click.Option:
 def find_socket(environ: Mapping[str, str]) -> Path:
     """Return $KVPREFETCHD_SOCKET, else the socket of this user's daemon where it exists, else the system's."""
     own = Path(default_socket(environ))
-    named = own.exists() or environ.get(f"{PREFIX}SOCKET")
-    return own if named or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
+    ours = environ.get(f"{PREFIX}SOCKET") or os.path.exists(own)  # False also where this user may not look
+    return own if ours or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
 def configuration_options() -> Iterator[click.Option]:
