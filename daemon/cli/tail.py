@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import sys
-import time
 from collections.abc import Generator, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +24,6 @@ from .client import Unavailable
 from .common import NO_COLOR, Arguments, Real, declare, flag, option
 from .help_page import Group, HelpPage
 
-POLL_S = 0.2
 UNIT = "kvprefetchd.service"
 NAMED = 5  # ids in the error, when a part of one fits several
 FILE = {"FILE": "the log, the standard output of serve; - or nothing: standard input"}
@@ -152,11 +150,10 @@ def lines(
                 if sys.stdin.isatty():
                     raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")
                 source = reader.stream(sys.stdin.buffer)
-            elif following:
-                source = reader.follow(Path(name), 10 if last is None else last, lambda: time.sleep(POLL_S))
+            elif last is None and not following:
+                source = reader.stream(opened.enter_context(Path(name).open("rb")))
             else:
-                file = opened.enter_context(Path(name).open("rb"))
-                source = reader.stream(file) if last is None else reader.last_lines(file, last)
+                source = reader.tail(Path(name), 10 if last is None else last, following=following)
             yield opened.enter_context(contextlib.closing(source))
     except BrokenPipeError:
         raise

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -175,90 +174,16 @@ def pending(pid: int) -> bool:
 # --- following ----------------------------------------------------------------------------------------------------
 
 
-class Done(Exception):
-    """The script of a test is over."""
-
-
-def followed(path: Path, *steps: Callable[[], object], last: int = 10) -> list[bytes]:
-    """The lines read while each pause does the next step; two more pauses follow the last step."""
-    script = iter((*steps, lambda: None, lambda: None))
-
-    def pause() -> None:
-        try:
-            step = next(script)
-        except StopIteration:
-            raise Done from None
-        step()
-
-    lines = []
-    try:
-        for line in reader.follow(path, last, pause):
-            lines.append(line)
-    except Done:
-        return lines
-    raise AssertionError("following ended by itself")
-
-
-def appended(path: Path, text: str) -> Callable[[], object]:
-    def step() -> None:
-        with path.open("a") as file:
-            file.write(text)
-
-    return step
-
-
-def test_follow_begins_with_the_last_lines_and_waits_for_whole_ones(tmp_path: Path) -> None:
+def test_the_last_lines_are_shown(tmp_path: Path) -> None:
+    """Also where a line has no end, or more than a program should keep."""
     path = tmp_path / "log"
-    path.write_text("1\n2\n3\n")
-    assert followed(path, appended(path, "4\n5"), appended(path, "5\n6"), last=2) == [b"2", b"3", b"4", b"55"]
-
-
-@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\nb", "a\n\n", "\n\nb\n"])
-@pytest.mark.parametrize("wide", [1, 40_000, 65_535, 65_536])
-def test_the_last_lines_are_found_from_the_end(tmp_path: Path, text: str, wide: int) -> None:
-    path = tmp_path / "log"
-    path.write_text(text.replace("a", "a" * wide).replace("b", "b" * wide))
-    lines = path.read_bytes().splitlines(keepends=True)
-    for last in range(4):
-        with path.open("rb") as file:
-            assert list(reader.last_lines(file, last)) == lines[max(0, len(lines) - last) :], last
-
-
-def test_follow_reads_the_old_file_to_its_end_and_goes_on_with_the_new_one(tmp_path: Path) -> None:
-    path, old = tmp_path / "log", tmp_path / "log.1"
-    path.write_text("1\n")
-    lines = followed(
-        path,
-        lambda: path.rename(old),
-        appended(old, "2\nunfinished"),  # the writer still has the old one open
-        lambda: path.write_text("3\n"),
-        appended(path, "4\n"),
-    )
-    assert lines == [b"1", b"2", b"unfinished", b"3", b"4"]
-
-
-def test_follow_starts_again_when_the_file_was_cut(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("1\n2\n3\nhalf")
-    assert followed(path, lambda: path.write_text("4\n"), appended(path, "5\n")) == [b"1", b"2", b"3", b"4", b"5"]
-
-
-def test_follow_survives_several_rotations_and_a_gap(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("")
-    steps: list[Callable[[], object]] = []
-    for i in range(5):
-        steps += [appended(path, f"{i}\n"), lambda: None, lambda i=i: path.rename(tmp_path / f"log.{i}")]
-        steps += [lambda: None, lambda: path.write_text("")]
-    assert followed(path, *steps) == [b"0", b"1", b"2", b"3", b"4"]
-
-
-def test_a_line_without_an_end_is_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+    path.write_text("1\n2\n3")
+    for last, lines in ((0, ""), (1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n")):
+        assert tail("-n", str(last), str(path)).stdout == lines
     path.write_bytes(b"x" * (3 << 20) + b"\nlast\n")
-    lines = followed(path, last=2)
-    assert max(map(len, lines)) < reader.MAX_LINE_BYTES + (1 << 17)
-    assert lines[-1] == b"last"
+    found = list(reader.tail(path, 2, following=False))
+    assert max(map(len, found)) <= reader.MAX_LINE_BYTES
+    assert found[-1] == b"last\n"
 
 
 def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
@@ -273,6 +198,8 @@ def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
         path.rename(tmp_path / "log.1")
         written(path, LOG[0])
         eventually(lambda: len(lines) == 5, 30, "the first line after the rotation")
+        written(path, LOG[1])
+        eventually(lambda: len(lines) == 6, 30, "the first line of a file that was cut")
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
