@@ -66,7 +66,6 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "lease_fault": snapshot.lease_fault,
         "log_fault": snapshot.log_fault(now_ns),
         "store": snapshot.fill.model_dump() if snapshot.fill is not None else None,
-        "store_earlier": snapshot.fill_earlier.model_dump() if snapshot.fill_earlier is not None else None,
         "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),

@@ -96,7 +96,7 @@ class Backend:
         snapshot.lease_fault = self.store.lease_fault if self.store is not None else ""
         if self.master is not None:
             snapshot.disk_fault = self.master.disk_fault()
-            snapshot.fill, snapshot.fill_earlier = self.master.fill(), self.master.fill_earlier()
+            snapshot.fill = self.master.fill()
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""

@@ -104,10 +104,6 @@ class EmbeddedMaster:
         room = now.disk_used_bytes + max(0, free_bytes - MIN_FREE_BYTES)
         return now.model_copy(update={"disk_bytes": min(now.disk_bytes, room)})
 
-    def fill_earlier(self) -> StoreFill | None:
-        """Return how full the store was five minutes ago, or at the start."""
-        return self._fill.earlier if self._fill is not None else None
-
     def tick(self) -> None:
         """Called a few times a second."""
         if self._disk is not None:

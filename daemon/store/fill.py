@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
 STALE_S = 10.0  # an older answer says nothing of now
-LATELY_S = 300.0
 MAX_PAGE_BYTES = 8 << 20  # 26 kB, and half a kilobyte for each segment of a cluster
 _LINE = re.compile(rb"^(master_\w+) (\d{1,18})$", re.MULTILINE)
 NAMES = {
@@ -62,43 +61,21 @@ def parse(page: bytes) -> StoreFill | None:
     return StoreFill(**{name: int(found[theirs]) for name, theirs in NAMES.items()})
 
 
-class FillHistory:
-    """The answers of a master's last LATELY_S, since it started at `now_s`. One thread adds, any thread may ask."""
-
-    def __init__(self, now_s: float) -> None:
-        self._answers: tuple[tuple[float, StoreFill], ...] = ((now_s, StoreFill()),)  # the newest last
-
-    def add(self, fill: StoreFill, now_s: float) -> None:
-        self._answers = (*(each for each in self._answers if now_s - each[0] <= LATELY_S), (now_s, fill))
-
-    def latest(self, now_s: float) -> StoreFill | None:
-        """The last answer; None when it is old, or names no memory: the store has not joined yet."""
-        at_s, fill = self._answers[-1]
-        return fill if fill.memory_bytes and now_s - at_s <= STALE_S else None
-
-    @property
-    def earlier(self) -> StoreFill:
-        """The answer of five minutes ago, or of the start."""
-        return self._answers[0][1]
-
-
 class FillWatch:
-    """Asks a master that has just started every PERIOD_S, on a thread of its own: one that hangs blocks nobody."""
+    """Asks a master every PERIOD_S, on a thread of its own: one that hangs blocks nobody."""
 
     def __init__(self, master: str) -> None:
         self._master = master
-        self._history = FillHistory(time.monotonic())
+        self._answer: tuple[StoreFill, float] = (StoreFill(), 0.0)  # the last one, and when it came
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-fill", daemon=True)
         self._thread.start()
 
     @property
     def now(self) -> StoreFill | None:
-        return self._history.latest(time.monotonic())
-
-    @property
-    def earlier(self) -> StoreFill:
-        return self._history.earlier
+        """The last answer; None when it is old, or names no memory: the store has not joined yet."""
+        fill, at_s = self._answer
+        return fill if fill.memory_bytes and time.monotonic() - at_s <= STALE_S else None
 
     def close(self) -> None:
         self._stop.set()
@@ -107,5 +84,5 @@ class FillWatch:
     def _run(self) -> None:
         while not self._stop.is_set():
             if (fill := read(self._master)) is not None:
-                self._history.add(fill, time.monotonic())
+                self._answer = fill, time.monotonic()
             self._stop.wait(PERIOD_S)

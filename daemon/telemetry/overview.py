@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pwd
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...shmring.wire.admin import Status
@@ -123,32 +123,24 @@ def store(status: Status) -> list[str]:
     """Return a line on how full the embedded store is, where known, and how many blocks were stored again."""
     parts: list[str] = []
     if status.store is not None:
-        earlier = StoreFill.model_validate(status.store_earlier) if status.store_earlier is not None else None
-        parts.append(filled(StoreFill.model_validate(status.store), earlier))
+        parts.append(filled(StoreFill.model_validate(status.store)))
     saved = sum(_int(engine, "saved_blocks") for engine in status.engines)
     if again := sum(_int(engine, "saved_again_blocks") for engine in status.engines):
         parts.append(f"of {saved} blocks stored {again} had been stored before")
     return [f"store: {'; '.join(parts)}"] if parts else []
 
 
-def filled(now: StoreFill, earlier: StoreFill | None = None) -> str:
-    """Format used and capacity by medium, and evictions; with `earlier`, also those since then."""
-
-    def evicted(name: str, shown: Callable[[int], str], said: str) -> str:
-        count = getattr(now, name)
-        if not count:
-            return "nothing evicted"
-        lately = f", {shown(count - getattr(earlier, name))} in the last five minutes" if earlier is not None else ""
-        return said.format(shown(count)) + lately
+def filled(now: StoreFill) -> str:
+    """Format used and capacity by medium, and evictions."""
 
     def used(count: int, capacity: int) -> str:
         return f"{size(count)} of {size(capacity)} ({percent(count / capacity if capacity else None)})"
 
-    memory = used(now.memory_used_bytes, now.memory_bytes)
-    parts = [f"memory {memory}, {evicted('memory_evicted_bytes', size, '{} evicted')}"]
+    evicted = f"{size(now.memory_evicted_bytes)} evicted" if now.memory_evicted_bytes else "nothing evicted"
+    parts = [f"memory {used(now.memory_used_bytes, now.memory_bytes)}, {evicted}"]
     if now.disk_bytes:
-        disk = used(now.disk_used_bytes, now.disk_bytes)
-        parts.append(f"disk {disk}, {evicted('disk_evictions', str, 'made room {} times')}")
+        evicted = f"made room {now.disk_evictions} times" if now.disk_evictions else "nothing evicted"
+        parts.append(f"disk {used(now.disk_used_bytes, now.disk_bytes)}, {evicted}")
     return "; ".join(parts)
 
 

@@ -19,7 +19,6 @@ class Snapshot:
     disk_fault: str = ""  # why nothing can be kept on disk
     lease_fault: str = ""  # that `lease_ms` is not the master's
     fill: StoreFill | None = None  # how full the embedded store is
-    fill_earlier: StoreFill | None = None
     lost_lines: int = 0  # of the log
     lost_ns: int = -LOST_NS  # when the last one was lost
 

@@ -61,7 +61,6 @@ class Status(Packet):
     disk_fault: str = ""  # why the disk takes nothing
     lease_fault: str = ""  # that the master's lease is shorter than the daemon's `lease_ms`
     store: dict[str, int] | None = None  # the daemon's StoreFill, where the embedded store's master answers
-    store_earlier: dict[str, int] | None = None  # five minutes ago, or at its start
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     refused: list[dict[str, int | str]] = Field(default_factory=list)  # engines and processes that try in vain

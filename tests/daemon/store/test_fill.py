@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.store import fill
-from kvprefetch.daemon.store.fill import FillHistory, StoreFill, parse, read
+from kvprefetch.daemon.store.fill import StoreFill, parse, read
 from tests.daemon.stores import stored
 from tests.daemon.telemetry.test_metrics import scrape, value
 from tests.lab.daemon import Daemon
@@ -71,8 +71,6 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     status = ask_daemon(daemon.socket)
     store = StoreFill.model_validate(status.store)
     assert store.memory_used_bytes + store.memory_evicted_bytes == 24 * MIB
-    assert status.store_earlier is not None
-    assert status.store_earlier["memory_evicted_bytes"] == 0
     samples = scrape(port)
     assert value(samples, "store_used_bytes", tier="memory") == store.memory_used_bytes
     assert value(samples, "store_capacity_bytes", tier="memory") == 16 * MIB
@@ -191,15 +189,3 @@ def test_the_page_is_understood_and_silence_ends(monkeypatch: pytest.MonkeyPatch
     assert read("127.0.0.1:1") is None
     assert read("127.0.0.1:nonsense") is None
     assert read("\x00:1") is None
-
-
-def test_the_history_is_five_minutes_long_and_says_nothing_when_it_is_old() -> None:
-    history = FillHistory(0.0)
-    assert (history.latest(0.0), history.earlier) == (None, StoreFill())
-    for count, (now_s, first) in enumerate(((100.0, 0), (250.0, 0), (450.0, 2)), 1):
-        history.add(SEVEN.model_copy(update={"memory_evicted_bytes": count}), now_s)
-        assert history.earlier.memory_evicted_bytes == first
-    latest = history.latest(450.0 + fill.STALE_S)
-    assert latest is not None
-    assert latest.memory_evicted_bytes == 3
-    assert history.latest(451.0 + fill.STALE_S) is None
