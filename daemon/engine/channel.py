@@ -14,7 +14,6 @@ from ...shmring.liveness import Liveness
 from ...shmring.ring import Consumer
 from ...shmring.segment import Segment
 from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError, Saved
-from ..planning.copies import Move
 from ..planning.requests import Key, Publication
 
 MAX_EXCHANGES = 16  # tries; an honest engine rarely changes the flag between the daemon's load and its exchange
@@ -67,11 +66,11 @@ class Channel:
         self._end(key)
         return self._move(key, GIVEN_UP, pack(key[1], FlagState.FREE, 0))
 
-    def move(self, move: Move) -> bool:
-        """Write its entries over published ones; return whether the flag is unclaimed after that."""
-        index, generation = move.key
-        if move.entries:
-            self.table.move(index, move.entries)
+    def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
+        """Write (block, slot) entries over published ones; return whether the flag is unclaimed after that."""
+        index, generation = key
+        if entries:
+            self.table.move(index, entries)
         flag = self.table.flag(index)
         return flag.generation == generation and flag.state in UNCLAIMED
 

@@ -33,7 +33,7 @@ class Epoch(EpochCalls):
     def activate(self, workers: Sequence[Mapped]) -> None:
         """All processes mapped the epoch, and the workers say how: hints are welcome."""
         self._device_off(self.memory.device_error)
-        self._device_off(self._steps(self._promoter.start(workers), ""))
+        self._device_off(self.contain(self._promoter.start, "", workers))
         self.channel.liveness.set_state(PeerState.ACTIVE)
         self._carry_on()
 
@@ -81,7 +81,7 @@ class Epoch(EpochCalls):
             self.planner.stop(key)
         if (lost := self.waits.tick(now_ns)) is not None:
             self._log.warning("wait.lost", **lost)
-        self._steps(self.promotions.tick(), None)
+        self.contain(self.promotions.tick, None)
         for lane in Lane:
             if self._pools.exhausted(lane, self):
                 self.planner.give_up(lane)
@@ -100,7 +100,7 @@ class Epoch(EpochCalls):
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
-            self._steps(self.promotions.close(), None)
+            self.contain(self.promotions.close, None)
             device.hang_up()
             self._start(Kind.COPY, device.close, lambda _: None)
         for request in [each for each in self.planner.requests.values() if each.announced is None]:

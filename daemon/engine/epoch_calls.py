@@ -307,7 +307,7 @@ class EpochCalls(EpochParts):
 
     def _copy(self) -> None:
         while self.memory.device is not None:
-            job = self._steps(self._promoter.next_job(), None)
+            job = self.contain(self._promoter.next_job, None)
             if job is None:
                 return
             on_result = partial(self._device_done, job, self._services.clock_ns())
@@ -315,7 +315,7 @@ class EpochCalls(EpochParts):
 
     def _device_done(self, job: DeviceJob, started_ns: int, result: str | BaseException) -> None:
         error = "the job failed" if isinstance(result, BaseException) else result
-        off = self._steps(self._promoter.done(job, error), "")
+        off = self.contain(self._promoter.done, "", job, error)
         if job.order is not None:
             blocks = len(job.order.slots)
             self.counters.add("promoted_blocks", 0 if error else blocks)
@@ -331,7 +331,7 @@ class EpochCalls(EpochParts):
     def _device_overdue(self, job: DeviceJob) -> None:
         if job.order is not None:
             self._log.warning("call.overdue", call="copy", blocks=len(job.order.slots))
-        self._device_off(self._steps(self._promoter.overdue(job), ""))
+        self._device_off(self.contain(self._promoter.overdue, "", job))
 
     def _device_off(self, error: str) -> None:
         if error:

@@ -6,11 +6,10 @@ The parts are pure: they take events and results with the time, and hand out wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ...shmring.wire.codec import Message
 from ..config.model import Mode
-from ..planning.copies import Steps, carry_out
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
 from ..store.client import Store
@@ -36,7 +35,6 @@ from .stored import Histories
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
-_T = TypeVar("_T")
 Run = Callable[[], Any]
 OnResult = Callable[[Any], None]
 OnOverdue = Callable[[], None]
@@ -97,7 +95,10 @@ class EpochParts(Caller):
         self.channel.credits.grant(self.saver.next_grant(saving=True))
         self.ahead = Ahead(about(engine, self.number))
         self.promotions = Promotions(
-            memory.layout.slot_count, memory.layout.device_slots, chunk_blocks=COPY_BYTES // memory.block_bytes
+            memory.layout.slot_count,
+            memory.layout.device_slots,
+            self.channel,
+            chunk_blocks=COPY_BYTES // memory.block_bytes,
         )
         self._promoter = Promoter(memory.device, self.promotions)
         self.orphaned = Orphaned()
@@ -125,6 +126,3 @@ class EpochParts(Caller):
 
     def _start(self, kind: Kind, run: Run, on_result: OnResult, on_overdue: OnOverdue | None = None) -> None:
         self._pools.start(Call(kind, run, on_result, on_overdue, self))
-
-    def _steps(self, steps: Steps[_T], default: _T) -> _T:
-        return self.contain(carry_out, default, steps, self.channel.move)

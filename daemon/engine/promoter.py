@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..planning.copies import CopyOrder, Steps
-from ..planning.promotion import Promotions
+from ..planning.promotion import CopyOrder, Promotions
 from .device import DeviceStaging
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)
@@ -46,18 +45,18 @@ class Promoter:
         self.ready = False  # copies are made
         self._off = device is None
 
-    def start(self, workers: Sequence[Mapped]) -> Steps[str]:
+    def start(self, workers: Sequence[Mapped]) -> str:
         """All ranks mapped the epoch, and `workers` say whether they have device slots.
 
         Returns why the device is off from now on, if it is.
         """
         for rank, mapped in enumerate(workers):
             if self._device is not None and not mapped.device:
-                return (yield from self._end(f"a worker has no device slots: rank={rank}"))
+                return self._end(f"a worker has no device slots: rank={rank}")
         self._mapped = True
         return ""
 
-    def next_job(self) -> Steps[DeviceJob | None]:
+    def next_job(self) -> DeviceJob | None:
         """Return what to do now: get ready, then pin one piece after the other, with copies in between."""
         if self._off or self._device is None:
             return None
@@ -68,13 +67,13 @@ class Promoter:
             self._pinning = True
             return DeviceJob("pin", partial(self._device.pin, *self._pieces.popleft()))
         if self.ready and self._copying < IN_FLIGHT:
-            order = yield from self._promotions.next_order()
+            order = self._promotions.next_order()
             if order is not None:
                 self._copying += 1
                 return DeviceJob("copy", partial(self._device.copy, order.slots), order)
         return None
 
-    def done(self, job: DeviceJob, error: str) -> Steps[str]:
+    def done(self, job: DeviceJob, error: str) -> str:
         """Take what a job returned. Returns why the device is off from now on, if it is."""
         if job.kind == "pin":
             self._pinning = False
@@ -83,20 +82,20 @@ class Promoter:
             return ""
         if job.order is not None:
             self._copying -= 1
-            yield from self._promotions.copied(job.order.number, ok=not error)
+            self._promotions.copied(job.order.number, ok=not error)
         elif not error and not self._off and self._device is not None:
             self.ready = True
             self._pieces.extend(self._device.pieces())
-        return (yield from self._end(error)) if error else ""
+        return self._end(error) if error else ""
 
-    def overdue(self, job: DeviceJob) -> Steps[str]:
+    def overdue(self, job: DeviceJob) -> str:
         """A job is past its deadline. Returns why the device is off from now on, if it is."""
-        return (yield from self._end(_SILENT[job.kind]))
+        return self._end(_SILENT[job.kind])
 
-    def _end(self, error: str) -> Steps[str]:
+    def _end(self, error: str) -> str:
         """Once, and for this epoch."""
         if self._off:
             return ""
         self.ready, self._off = False, True
-        yield from self._promotions.close()
+        self._promotions.close()
         return error

@@ -1,4 +1,4 @@
-"""Promotion: which staged blocks have a copy in which device slot. Pure: events in, copy orders out.
+"""Promotion: which staged blocks have a copy in which device slot. Pure: events in, copy orders and table entries out.
 
 A copy is never the only one.  The requests that want a block pin its host slot, so a request's entry may name either
 slot at any moment.  Room goes by urgency, as the planner's does; copies that no request holds stay as an LRU.
@@ -15,21 +15,72 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from .copies import Copy, CopyOrder, Holder, Move, Steps
 from .queues import negated, push
 from .requests import Key, Request, Urgency
 
 MAX_TRIES = 16  # requests looked at for one slot
 
 
-class Promotions:
-    """Plans the device slots [first, first + count) of one engine.
+class Tables(Protocol):
+    """The slot tables."""
 
-    A method that changes slot tables returns steps for `carry_out`, which hands in the answer to each move.
+    def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
+        """Write (block, slot) entries over published ones; return whether the request is unclaimed after that."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One device slot in use. `holders`: for each request, the block's number in its prompt."""
+
+    digest: bytes
+    slot: int
+    there: bool = False
+    holders: dict[Holder, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A published request.
+
+    `next`: the first block to look at.  `settled`: it was claimed at the last look, and gets no copies until a look
+    finds it unclaimed.  `void`: it was published before a reset, and gets no more copies.
+    `queued`, `listed`: its entries in the queue and among the victims.
     """
 
-    def __init__(self, first: int, count: int, *, chunk_blocks: int) -> None:
+    request: Request
+    start: int
+    host: list[int] = field(default_factory=list)
+    copies: dict[int, Copy] = field(default_factory=dict)
+    next: int = 0
+    settled: bool = False
+    void: bool = False
+    queued: Urgency | None = None
+    listed: Urgency | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.host)
+
+    def there(self) -> list[int]:
+        """Return the blocks with a complete copy."""
+        return [block for block, copy in self.copies.items() if copy.there]
+
+
+class CopyOrder(NamedTuple):
+    """Blocks to copy in one job, as (host slot, device slot)."""
+
+    number: int
+    slots: list[tuple[int, int]]
+
+
+class Promotions:
+    """Plans the device slots [first, first + count) of one engine, whose slot tables it changes."""
+
+    def __init__(self, first: int, count: int, tables: Tables, *, chunk_blocks: int) -> None:
+        self._tables = tables
         self._chunk_blocks = max(1, chunk_blocks)
         self._slots = range(first, first + count)
         self._free = list(reversed(self._slots))
@@ -84,7 +135,7 @@ class Promotions:
         holder = self._holders.get(key)
         return len(holder.there()) if holder is not None else 0
 
-    def copied(self, number: int, *, ok: bool) -> Steps[None]:
+    def copied(self, number: int, *, ok: bool) -> None:
         """An order came back; it succeeds or fails as a whole."""
         ok = ok and not self._closed
         moves: dict[Holder, list[tuple[int, int]]] = {}
@@ -93,29 +144,29 @@ class Promotions:
             if not ok:
                 self._forget(copy)
             for holder, block in list(copy.holders.items()):
-                if ok and (yield from self._may_enter(holder)):
+                if ok and self._may_enter(holder):
                     moves.setdefault(holder, []).append((block, copy.slot))
                 else:
                     del copy.holders[holder]
                     del holder.copies[block]
             self._settle(copy)
         for holder, entries in moves.items():
-            yield Move(holder.request.key, entries)
+            self._tables.move(holder.request.key, entries)
         self._stopped = False
 
-    def tick(self) -> Steps[None]:
+    def tick(self) -> None:
         """Look again for room and for claims that were given up, since flags change without an event."""
         self._stopped = False
         settled, self._settled = self._settled, []
         for holder in settled:
             if self._holders.get(holder.request.key) is not holder or holder.void:
                 continue
-            if not (yield Move(holder.request.key)):
+            if not self._tables.move(holder.request.key, ()):
                 self._settled.append(holder)
                 continue
             holder.settled, holder.next = False, holder.start
             if there := holder.there():  # some moved to the host just before the claim
-                yield Move(holder.request.key, [(block, holder.copies[block].slot) for block in there])
+                self._tables.move(holder.request.key, [(block, holder.copies[block].slot) for block in there])
             self._enter(holder)
 
     def reset(self) -> None:
@@ -126,30 +177,30 @@ class Promotions:
         for holder in self._holders.values():
             holder.settled = holder.void = True
 
-    def close(self) -> Steps[None]:
+    def close(self) -> None:
         """Make no more copies, and move every request back to its host slots."""
         self._closed = True
         self.reset()
         for holder in self._holders.values():
             if there := holder.there():
-                yield holder.to_host(there)
+                self._to_host(holder, there)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def next_order(self) -> Steps[CopyOrder | None]:
+    def next_order(self) -> CopyOrder | None:
         """Return the most urgent blocks to copy now; None if there are none, or no room."""
         slots: list[tuple[int, int]] = []
         copies: list[Copy] = []
         while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
-            if (yield from self._may_enter(holder)):
-                yield from self._promote(holder, slots, copies)
+            if self._may_enter(holder):
+                self._promote(holder, slots, copies)
         if not slots:
             return None
         self._number += 1
         self._orders[self._number] = copies
         return CopyOrder(self._number, slots)
 
-    def _promote(self, holder: Holder, slots: list[tuple[int, int]], copies: list[Copy]) -> Steps[None]:
+    def _promote(self, holder: Holder, slots: list[tuple[int, int]], copies: list[Copy]) -> None:
         moves: list[tuple[int, int]] = []
         while holder.next < holder.stop and len(slots) < self._chunk_blocks:
             block = holder.next
@@ -157,7 +208,7 @@ class Promotions:
                 digest = holder.request.digest(block)
                 copy = self._index.get(digest)
                 if copy is None:
-                    slot = yield from self._take_slot(holder.request.urgency)
+                    slot = self._take_slot(holder.request.urgency)
                     if slot is None:
                         self._stopped = True
                         break
@@ -169,7 +220,7 @@ class Promotions:
             holder.next += 1
         self._enter(holder)
         if moves:
-            yield Move(holder.request.key, moves)
+            self._tables.move(holder.request.key, moves)
 
     def _head(self) -> Holder | None:
         """Return the most urgent request with blocks to promote."""
@@ -183,16 +234,16 @@ class Promotions:
             heapq.heappop(self._queue)
         return None
 
-    def _take_slot(self, urgency: Urgency) -> Steps[int | None]:
+    def _take_slot(self, urgency: Urgency) -> int | None:
         if not self._free and self._idle:
             copy = next(iter(self._idle))
             self._forget(copy)
             self._settle(copy)
         elif not self._free:
-            yield from self._demote(urgency)
+            self._demote(urgency)
         return self._free.pop() if self._free else None
 
-    def _demote(self, urgency: Urgency) -> Steps[None]:
+    def _demote(self, urgency: Urgency) -> None:
         """Take the copies that a less urgent request holds alone, from the least urgent one that can give some."""
         aside: list[Holder] = []
         while self._victims and not self._free and len(aside) < MAX_TRIES:
@@ -204,18 +255,18 @@ class Promotions:
             if holder is None or holder.listed != entry:
                 continue
             holder.listed = None
-            if not holder.settled and not (yield from self._take_back(holder)):
+            if not holder.settled and not self._take_back(holder):
                 aside.append(holder)
         for holder in aside:
             self._enter(holder)
 
-    def _take_back(self, holder: Holder) -> Steps[bool]:
+    def _take_back(self, holder: Holder) -> bool:
         """Move a request's last blocks back to the host; False if that frees no slot."""
         alone = sorted(block for block in holder.there() if len(holder.copies[block].holders) == 1)
         alone = alone[-self._chunk_blocks :]
-        if not alone or not (yield Move(holder.request.key)):
+        if not alone or not self._tables.move(holder.request.key, ()):
             return False
-        if not (yield holder.to_host(alone)):
+        if not self._to_host(holder, alone):
             self._settle_claimed(holder)  # the engine may have read the device slots before the move
             return True
         for block in alone:
@@ -229,9 +280,13 @@ class Promotions:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def _may_enter(self, holder: Holder) -> Steps[bool]:
+    def _to_host(self, holder: Holder, blocks: Sequence[int]) -> bool:
+        """Name the host slots of these blocks again; whether the request is unclaimed after that."""
+        return self._tables.move(holder.request.key, [(block, holder.host[block - holder.start]) for block in blocks])
+
+    def _may_enter(self, holder: Holder) -> bool:
         """Whether the engine can still read new entries of this request; a claimed one has read its table."""
-        if not holder.settled and not (yield Move(holder.request.key)):
+        if not holder.settled and not self._tables.move(holder.request.key, ()):
             self._settle_claimed(holder)
         return not holder.settled
 

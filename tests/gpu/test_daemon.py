@@ -19,8 +19,8 @@ import pytest
 
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
-from kvprefetch.daemon.planning.copies import Move, Steps, carry_out
 from kvprefetch.daemon.planning.promotion import Promotions
+from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu.cuda import Device
@@ -66,9 +66,9 @@ class Tables:
     def __init__(self) -> None:
         self.entries: dict[int, list[int]] = {}
 
-    def move(self, move: Move) -> bool:
-        for block, slot in move.entries:
-            self.entries[move.key[0]][block] = slot
+    def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
+        for block, slot in entries:
+            self.entries[key[0]][block] = slot
         return True
 
 
@@ -97,14 +97,14 @@ class Rig:
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
         self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
-        self.promotions = Promotions(SLOTS, NEAR, chunk_blocks=COPY_BYTES // SLOT_BYTES)
+        self.promotions = Promotions(SLOTS, NEAR, self.tables, chunk_blocks=COPY_BYTES // SLOT_BYTES)
         self.promoter = Promoter(self.staging, self.promotions)
         self.worker = Worker(self.host.fd, self.staging.descriptor(0), SLOTS, NEAR)
         self.staging.hang_up()
         try:
             assert self.worker.ask("hello") == NEAR
             mapped: Any = SimpleNamespace(device=True)
-            self.off = self.steps(self.promoter.start([mapped]))
+            self.off = self.promoter.start([mapped])
             self.until(lambda: self.promoter.ready)
         except BaseException:
             self.close()
@@ -125,17 +125,17 @@ class Rig:
             self.carry_on()
             time.sleep(0.001)
 
-    def steps(self, steps: Steps[Any]) -> Any:
-        return carry_out(steps, self.tables.move)
-
     def carry_on(self) -> None:
         """Start what the promoter wants, as an epoch does."""
-        while (job := self.steps(self.promoter.next_job())) is not None:
-            overdue = partial(self.steps, self.promoter.overdue(job))
+        while (job := self.promoter.next_job()) is not None:
+            overdue = partial(self.overdue, job)
             self.pools.start(Call(Kind.COPY, job.run, partial(self.done, job), overdue, self.caller))
 
+    def overdue(self, job: DeviceJob) -> None:
+        self.off = self.promoter.overdue(job) or self.off
+
     def done(self, job: DeviceJob, error: str) -> None:
-        self.off = self.steps(self.promoter.done(job, error)) or self.off
+        self.off = self.promoter.done(job, error) or self.off
         self.promoted += len(job.order.slots) if job.order is not None and not error else 0
 
     def publish(self, number: int, slots: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class Rig:
 
     def end(self) -> None:
         """As the daemon's epoch ends."""
-        self.steps(self.promotions.close())
+        self.promotions.close()
         self.pools.start(Call(Kind.COPY, self.staging.close, lambda _: None, None, self.caller))
         self.until(lambda: self.caller.running == 0)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvprefetch.daemon.planning.copies import CopyOrder, Move, carry_out
-from kvprefetch.daemon.planning.promotion import Promotions
+from kvprefetch.daemon.planning.promotion import CopyOrder, Promotions
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.kv.prompts import Prompt
 from tests.daemon.planning.support import ONE_GROUP
@@ -32,13 +31,13 @@ class Tables:
     claim_next: Key | None = None
     looks: int = 0
 
-    def move(self, move: Move) -> bool:
-        if move.entries and self.claim_next == move.key:  # before the fence: it still reads the old entries
-            self.claim(move.key)
-        for block, slot in move.entries:
-            self.entries[move.key][block] = slot
+    def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
+        if entries and self.claim_next == key:  # before the fence: it still reads the old entries
+            self.claim(key)
+        for block, slot in entries:
+            self.entries[key][block] = slot
         self.looks += 1
-        return self.claims[move.key] is None
+        return self.claims[key] is None
 
     def claim(self, key: Key) -> None:
         self.claims[key] = list(self.entries[key])
@@ -50,7 +49,7 @@ class Device:
 
     def __init__(self, count: int, chunk: int = 4) -> None:
         self.tables = Tables()
-        self.promotions = Promotions(HOST, count, chunk_blocks=chunk)
+        self.promotions = Promotions(HOST, count, self.tables, chunk_blocks=chunk)
         self.host: dict[int, int] = {}  # host slot -> name
         self.slots: dict[int, int] = {}  # device slot -> name
         self.orders: list[CopyOrder] = []
@@ -73,7 +72,7 @@ class Device:
         return self.tables.entries[request.key]
 
     def order(self) -> CopyOrder | None:
-        order = carry_out(self.promotions.next_order(), self.tables.move)
+        order = self.promotions.next_order()
         if order is not None:
             self.orders.append(order)
         return order
@@ -82,13 +81,13 @@ class Device:
         order = self.orders.pop(at)
         for host, device in order.slots:
             self.slots[device] = self.host[host] if ok else -1
-        carry_out(self.promotions.copied(order.number, ok=ok), self.tables.move)
+        self.promotions.copied(order.number, ok=ok)
 
     def tick(self) -> None:
-        carry_out(self.promotions.tick(), self.tables.move)
+        self.promotions.tick()
 
     def close(self) -> None:
-        carry_out(self.promotions.close(), self.tables.move)
+        self.promotions.close()
 
     def promote(self) -> None:
         while self.order() is not None:
