@@ -23,8 +23,8 @@ DEFAULTS = {"variants": f"{variants.OURS},{variants.ON_DEMAND}", "rounds": 10, "
 WATCH = "benchmarks.serve.watch"
 # What is kept of `request.done` where the engine ceased to wait, to judge it.
 VERDICT = (
-    "request_id", "outcome", "missing_blocks", "recompute_ms", "exposed_ms", "loaded_blocks", "looked_up_ms", "asked_ms",
-    "first_byte_ms", "last_byte_ms", "ended_ms",
+    "request_id", "outcome", "missing_blocks", "recompute_ms", "exposed_ms", "loaded_blocks", "looked_up_ms",
+    "asked_ms", "first_byte_ms", "last_byte_ms", "ended_ms",
 )  # fmt: skip
 PASS_S = 240.0
 
@@ -60,7 +60,7 @@ class InProcess(Run):
             super().run()
 
     def _server(self, spec: EngineSpec) -> Here:
-        return Here(spec, template=self._template)
+        return Here(spec.but(own_worker=False), template=self._template)
 
     def _replayed(self, server: Any, pace: float) -> tuple[Served, dict[str, Any]]:
         calls = self._slice.calls
