@@ -28,7 +28,7 @@ from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.neighbours import NegativeCaches
-from kvprefetch.daemon.engine.stored import Histories
+from kvprefetch.daemon.engine.reasons import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings

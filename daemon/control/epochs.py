@@ -11,8 +11,8 @@ from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory
 from ..engine.neighbours import NegativeCaches
+from ..engine.reasons import Histories
 from ..engine.reservations import Reservations
-from ..engine.stored import Histories
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
 from ..telemetry.events import Ending

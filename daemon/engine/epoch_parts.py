@@ -29,9 +29,8 @@ from .memory import EngineInfo, EngineMemory
 from .neighbours import NegativeCaches
 from .orphaned import Orphaned
 from .promoter import COPY_BYTES, Promoter
-from .reasons import Reasons
+from .reasons import Histories, Reasons
 from .saver import Saver
-from .stored import Histories
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early

@@ -1,20 +1,73 @@
 """Why an engine's requests wait or miss: what the store gave meanwhile, whether staging had room, who lost a block.
 
-Pure, as the parts that it asks.
+Pure, as the parts that it asks.  It remembers the blocks that were stored through this daemon: one that was stored and
+is not there was evicted since, or purged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
 
 from ..planning.requests import Failure
 from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..telemetry.trace import Missing, Work
 from ..work.rates import Rates
-from .stored import Histories
 
+ENTRIES = 1 << 21  # 8 MiB, touched as they are used
+NAMESPACES = 16  # the last used
 _OF_A_NODE = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
+
+
+class StoredBefore:
+    """Remembers a digest until another one takes its entry, so its counts are a lower bound."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        """`entries`: a power of two."""
+        self._mask = entries - 1
+        self._tags = np.zeros(entries, np.uint32).data
+
+    def count(self, digests: Iterable[bytes]) -> int:
+        """Enter digests that were stored just now; return how many had been entered before."""
+        before = 0
+        for digest in digests:
+            number = hash(digest)
+            entry, tag = number & self._mask, number >> 32 & 0xFFFFFFFF
+            before += self._tags[entry] == tag
+            self._tags[entry] = tag
+        return before
+
+    def __contains__(self, digest: bytes) -> bool:
+        number = hash(digest)
+        return bool(self._tags[number & self._mask] == number >> 32 & 0xFFFFFFFF)
+
+
+class Histories:
+    """What each user stored in each namespace since the daemon started. No user learns what another one stored.
+
+    The namespaces of an engine are one text, its names one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, str], StoredBefore] = OrderedDict()
+
+    def of(self, uid: int, namespaces: Sequence[str]) -> StoredBefore:
+        """Return the history of these namespaces of a user, from the user's first engine with them on."""
+        namespace = ", ".join(namespaces)
+        if (history := self._known.pop((uid, namespace), None)) is None:
+            history = StoredBefore()
+        self._known[uid, namespace] = history
+        if len(self._known) > NAMESPACES:
+            self._known.popitem(last=False)
+        return history
+
+    def holder(self, digest: bytes, uid: int, besides: StoredBefore) -> str:
+        """Return another namespace in which this user stored the block; empty if there is none."""
+        mine = ((name, each) for (user, name), each in self._known.items() if user == uid and each is not besides)
+        return next((name for name, each in mine if digest in each), "")
 
 
 class Reasons:

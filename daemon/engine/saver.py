@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...shmring.wire.attach import Stored
 from ...shmring.wire.records import ProtocolError, Saved
-from .stored import StoredBefore
+from .reasons import StoredBefore
 from .transfers import SaveResult
 
 PAUSE_NS = (100_000_000, 2_000_000_000)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.engine.reasons import Reasons, failure
-from kvprefetch.daemon.engine.stored import NAMESPACES, Histories
+from kvprefetch.daemon.engine.reasons import NAMESPACES, Histories, Reasons, failure
 from kvprefetch.daemon.planning.requests import Failure
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvprefetch.daemon.engine.reasons import StoredBefore
 from kvprefetch.daemon.engine.saver import PAUSE_NS, TRIES, Put, Save, Saver
-from kvprefetch.daemon.engine.stored import StoredBefore
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
