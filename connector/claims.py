@@ -7,16 +7,16 @@ dispatched load cannot fail.
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
 from . import hints
+from .clock import Clock
 from .config import ConnectorConfig, override
 from .geometry import Geometry
 from .hints import Handle
@@ -29,8 +29,6 @@ from .session import SchedulerSession
 MAX_LATE_HINTS = 3
 # Blocks of dropped hints that a step sends again before it stops: their hashes are copied on the engine's thread.
 RESENT_BLOCKS = 4096
-# Between two looks of an idle engine; the kernel makes it about twice as long.
-PAUSE_S = 50e-6
 
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
@@ -41,31 +39,12 @@ HINTED, READY, EXPIRED = int(FlagState.HINTED), int(FlagState.READY), int(FlagSt
 _tuple = tuple.__new__
 HINT = int(RecordKind.HINT)
 _OVERTAKEN = (Verdict.STOP, Verdict.TAKE)
-# Stands for the flag of a request without a hint: nothing is ready, nothing has ended.
-UNHINTED = Flag(0, FlagState.HINTED, 0)
 # A request's own wishes in kv_transfer_params: {"kvprefetch": {"wait_policy": ..., "wait_timeout_ms": ...}}.
 OVERRIDE_KEY = "kvprefetch"
 
 _WARN_EVERY_NS = 1_000_000_000
 
 log = logging.getLogger("vllm.kvprefetch.scheduler")
-
-
-class Clock(Protocol):
-    """CLOCK_MONOTONIC, and the sleep between two looks of an idle engine."""
-
-    def now_ns(self) -> int: ...
-    def pause(self) -> None: ...
-
-
-class SystemClock:
-    """The clock of a real engine."""
-
-    now_ns = staticmethod(time.monotonic_ns)
-
-    @staticmethod
-    def pause() -> None:
-        time.sleep(PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -203,78 +182,82 @@ class Claims:
             return PENDING
         # vLLM asks only for a request that it has a place for.
         visit = _tuple(Visit, (start, usable, self._now_ns(), min(taken, places - 1) / places))
-        flag, handle = UNHINTED, state.handle
+        handle = state.handle
         if handle is not None and not self._shadow:
             flag = handle.look()
             if flag.state == EXPIRED:
                 self.finish(state, Outcome.LOST)
-                flag = UNHINTED
             elif start < handle.local_blocks:
                 # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
                 self.finish(state, Outcome.EVICTED)
-                state.count_late_hint(-1)  # the next hint is free: each counts on fewer local blocks
-                flag = UNHINTED
+                state.evicted()
             elif flag.state != HINTED:
-                return self._take(state, flag, visit, _ended(state.wait))
+                return self._ended(state, handle, flag, visit)
+            else:
+                return self._hinted(state, handle, flag, visit) if session.alive(visit.now_ns) else NOTHING
         if not session.alive(visit.now_ns):
             return NOTHING
         if self._shadow:
-            if handle is None:
+            if state.handle is None:
                 self._late_hint(state, session, start)
             return NOTHING
-        return self._pending(state, session, flag, visit)
+        return self._unhinted(state, session, visit)
 
-    def _pending(self, state: RequestState, session: SchedulerSession, flag: Flag, visit: Visit) -> Reply:
-        """No hint yet, or one whose fetch goes on: wait for it, or make do with what is ready."""
-        handle, wait = state.handle, state.wait
+    def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Reply:
+        """There is no hint: send one and wait for it, as long as the policy allows."""
+        wait = state.wait or state.start_wait(self._begin(state.request, visit.start, visit.now_ns))
+        verdict = self._judge(wait, visit.start, visit.usable, visit)
+        if verdict is Verdict.WAIT and self._late_hint(state, session, visit.start):
+            self.this_pass.waits |= wait.policy == "adaptive"  # one that waits at any cost decides for itself only
+            return PENDING
+        return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.LATE)
+
+    def _hinted(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
+        """The fetch goes on: wait for it, or make do with what is ready."""
+        wait = state.wait
         first_visit = wait is None
         if wait is None:
             wait = state.start_wait(self._begin(state.request, max(visit.start, flag.count), visit.now_ns))
-            if handle is not None and wait.policy != "best_effort":
+            if wait.policy != "best_effort":
                 flag = self._look_on(handle, flag, visit)
                 visit = visit._replace(now_ns=self._now_ns())
-        if handle is not None and flag.state != FlagState.HINTED:
-            if flag.state != FlagState.EXPIRED:
-                return self._take(state, flag, visit, _ended(wait))
-            return PENDING  # expired since the first look: the next visit hints again
-        limit, found = visit.usable, 0
-        if handle is not None and wait.policy == "adaptive" and (found := handle.session.flags.found(handle.flag)):
-            limit = min(found, limit)
+                if flag.state == EXPIRED:
+                    return PENDING  # since the first look: the next visit hints again
+                if flag.state != HINTED:
+                    return self._ended(state, handle, flag, visit)
+        found = handle.session.flags.found(handle.flag)
+        limit = min(found, visit.usable) if found and wait.policy == "adaptive" else visit.usable
         ready = max(visit.start, flag.count)
-        if handle is not None and not wait.counts:
+        if not wait.counts:
             wait.hinted = state.hinted_ns, max(0, flag.count - handle.local_blocks)
-        verdict = self._policy.verdict(
-            wait, ready, limit, visit.now_ns, load=visit.load, first=not self.this_pass.waits
-        )
-        if handle is not None and wait.policy == "adaptive" and verdict in _OVERTAKEN and not handle.missing:
+        verdict = self._judge(wait, ready, limit, visit, stopped=handle.stopped)
+        if verdict in _OVERTAKEN and wait.policy == "adaptive" and not handle.missing:
             handle.missing = max(0, limit - ready)
             handle.cost_ns = int(self._policy.cost_ns(handle.missing, visit.load))
-        if verdict is Verdict.STOP:
-            verdict = self._stop(wait, handle, found, visit)
-        if verdict is Verdict.WAIT:
-            if handle is not None:
-                hints.ask(handle, visit.now_ns)
-            elif not self._late_hint(state, session, visit.start):
-                verdict = Verdict.LATE
-        if verdict is Verdict.WAIT:
-            # A request that waits at any cost decides for itself only.
+        if verdict is Verdict.WAIT or (verdict is Verdict.STOP and self._stop(handle, found, visit)):
+            hints.ask(handle, visit.now_ns)
+            self.this_pass.kept_places += first_visit and found <= handle.local_blocks
             self.this_pass.waits |= wait.policy == "adaptive"
-            if first_visit and handle is not None:
-                self.this_pass.kept_places += handle.session.flags.found(handle.flag) <= handle.local_blocks
             return PENDING
-        outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
-        return self._settle(state, outcome) if handle is None else self._take(state, flag, visit, outcome)
+        return self._take(state, handle, flag, visit, Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED)
 
-    def _stop(self, wait: Wait, handle: Handle | None, found: int, visit: Visit) -> Verdict:
-        """Wait only for what is under way; TAKE where nothing can be, or where only all blocks together are of use.
+    def _judge(self, wait: Wait, ready: int, limit: int, visit: Visit, *, stopped: bool = False) -> Verdict:
+        wait.stopped, first = stopped, not self.this_pass.waits
+        return self._policy.verdict(wait, ready, limit, visit.now_ns, load=visit.load, first=first)
+
+    def _stop(self, handle: Handle, found: int, visit: Visit) -> bool:
+        """Stop the fetch; False where nothing is under way, or where only all blocks together are of use.
 
         The push may find the ring full: then the next visit that finds the same tries again.
         """
-        if handle is None or found <= visit.start or not self._geometry.groups.partial:
-            return Verdict.TAKE
-        wait.stopped = hints.stop(handle, visit.now_ns)
-        self._counters["stopped"] += wait.stopped
-        return Verdict.WAIT
+        if found <= visit.start or not self._geometry.groups.partial:
+            return False
+        self._counters["stopped"] += hints.stop(handle, visit.now_ns)
+        return True
+
+    def _ended(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
+        """Take what the fetch brought; after a stop, nothing is no miss."""
+        return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
 
     def _begin(self, request: Any, ready: int, now_ns: int) -> Wait:
         """The wait of a request that its first visit finds pending; its own wishes are read now."""
@@ -321,16 +304,15 @@ class Claims:
             return False
         now_ns = self._now_ns()
         if self.hint(state, session, start, now_ns):
-            state.count_late_hint(1)
+            state.hinted_late()
             self._counters["late_hints"] += 1
             assert state.handle is not None
             hints.ask(state.handle, now_ns)
         return True
 
-    def _take(self, state: RequestState, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
+    def _take(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
         """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
-        handle, wait, geometry = state.handle, state.wait, self._geometry
-        assert handle is not None
+        wait, geometry = state.wait, self._geometry
         if wait is not None:
             self._policy.saw(wait, max(visit.start, flag.count), visit.now_ns)
         dropped = 1 if geometry.drop_last else 0
@@ -358,9 +340,8 @@ class Claims:
         self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1
-            if wait is not None and not wait.stopped:
-                # With a full ring the daemon's next publication finds the claim.
-                wait.stopped = hints.stop(handle, visit.now_ns)
+            if not handle.stopped:  # with a full ring the daemon's next publication finds the claim
+                hints.stop(handle, visit.now_ns)
         state.claim(_tuple(Answer, (visit.start, count, asynchronous, slots)))
         return count * geometry.block_tokens, asynchronous
 
@@ -401,8 +382,3 @@ class Claims:
             self._counters[f"shadow_{shown}_blocks"] += blocks
             log.info("kvprefetch: shadow: request=%s %s blocks=%d", request_id, shown, blocks)
         hints.finish(handle, outcome)
-
-
-def _ended(wait: Wait | None) -> Outcome:
-    """Return the outcome of a request whose fetch has ended without a block."""
-    return Outcome.RECOMPUTED if wait is not None and wait.stopped else Outcome.MISS

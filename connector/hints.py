@@ -37,8 +37,8 @@ _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 
 # A flag this engine holds, and its hint: `session`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
 # which the first ones were hinted.  Times are CLOCK_MONOTONIC ns, 0 where the event did not happen: `asked_ns`,
-# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing` and `cost_ns`: as in Done.  In C
-# (_handle.c), both raising SegmentCorrupt:
+# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing` and `cost_ns`: as in Done.
+# `stopped`: the daemon orders no more blocks.  In C (_handle.c), both raising SegmentCorrupt:
 #
 # * `look()`: the flag, by one acquire load.
 # * `claim(state, count, taken, start, stop, now_ns)`: take blocks [0, taken) of a HINTED or READY flag as seen.
@@ -72,7 +72,9 @@ def ask(handle: Handle, now_ns: int) -> None:
 
 def stop(handle: Handle, now_ns: int) -> bool:
     """Tell the daemon to order no more blocks for this hint; False when the ring is full, and then nothing changes."""
-    return handle.session.producer.push(_ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns, stop=True)))
+    ask = Ask(handle.flag, handle.generation, now_ns, stop=True)
+    handle.stopped = handle.session.producer.push(_ASK, encode_ask(ask))
+    return handle.stopped
 
 
 def unclaim(handle: Handle) -> None:

@@ -93,9 +93,13 @@ class RequestState:
         assert self.handle is None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
         self.handle, self.hinted_ns = handle, now_ns
 
-    def count_late_hint(self, count: int) -> None:
-        """A hint was sent at a visit (1), or does not count because local blocks were evicted (-1)."""
-        self.late_hints += count
+    def hinted_late(self) -> None:
+        """A hint was sent at a visit."""
+        self.late_hints += 1
+
+    def evicted(self) -> None:
+        """Local blocks are gone, so the next hint is free: each such hint counts on fewer local blocks."""
+        self.late_hints -= 1
 
     def start_wait(self, wait: Wait) -> Wait:
         """A visit found the request pending for the first time."""
@@ -117,8 +121,6 @@ class RequestState:
     def drop(self) -> Handle | None:
         """Give up hint and answer. Return the handle, which the caller gives back where its epoch goes on."""
         handle, self.handle, self.answer = self.handle, None, None
-        if self.wait is not None:
-            self.wait.stopped = False  # that was of this hint: nobody stops the fetch of the next one
         return handle
 
     # --- admitted ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from typing import Any
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import compat, hints
-from .claims import NOTHING, PENDING, Claims, Clock, Pass, Reply, SystemClock
+from .claims import NOTHING, PENDING, Claims, Pass, Reply
+from .clock import Clock, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .geometry import Geometry

@@ -61,6 +61,7 @@ class Handle(Generic[S]):
     claimed_ns: int
     missing: int
     cost_ns: int
+    stopped: bool
     def look(self) -> Flag: ...
     def claim(self, state: int, count: int, taken: int, start: int, stop: int, now_ns: int, /) -> array[int] | None: ...
 

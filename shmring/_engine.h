@@ -39,6 +39,7 @@ typedef struct {
     PyObject *session, *digests;
     Py_ssize_t flag, blocks, local_blocks;
     long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns;
+    char stopped;
 } Handle;
 
 extern PyTypeObject *allocator_type, *handle_type;

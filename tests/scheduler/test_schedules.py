@@ -93,7 +93,7 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
         return Verdict.WAIT if wait.stopped or chance.random() < 0.5 else Verdict.STOP
 
     def claimed(self: RequestState, answer: Answer) -> None:
-        seen["loads of stopped fetches"] += self.wait is not None and self.wait.stopped
+        seen["loads of stopped fetches"] += self.handle is not None and self.handle.stopped
         claim(self, answer)
 
     monkeypatch.setattr(WaitPolicy, "verdict", stopped)
