@@ -26,7 +26,6 @@ from .runs import BlockState, Lane, Run
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 NONE = frozenset[int]()
 SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
-OVERTAKEN = 10  # of its own lengths: what a fetch may wait for those that come later
 AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer for it
 
 
@@ -54,7 +53,6 @@ class Planner:
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
         self.block_ns = [0.0, 0.0]  # what a block takes in each lane, as measured; 0 while nothing is known
-        self._free_ns = 0  # when the fetches of all ranked requests would have ended
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +82,8 @@ class Planner:
         waits = self.fetch_waits
         choice = self._holdings.choose(request, request.issued)
         if not request.ranked and request.announced is None:
-            self._rank(request, waits=waits)
+            self._queues.rank(request, self.block_ns, waits=waits)
+            self._moved(request)
         return choice
 
     def fetch_nothing(self, request: Request) -> None:
@@ -97,20 +96,8 @@ class Planner:
             request.failure = Failure("lease")
             self._holdings.lose(request, range(block, block + 1))
 
-    def _rank(self, request: Request, *, waits: bool) -> None:
-        """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later.
-
-        `waits`: others wait for a fetch.
-        """
-        request.ranked = True
-        if not waits:
-            self._free_ns = 0
-        disk = sum(request.on_disk[request.issued :])
-        memory = request.limit - request.issued - disk
-        fetch_ns = int(memory * self.block_ns[Lane.MEMORY] + disk * self.block_ns[Lane.DISK])
-        begin_ns = max(request.due_ns, self._free_ns)
-        self._free_ns = begin_ns + fetch_ns
-        request.due_ns = begin_ns + OVERTAKEN * fetch_ns
+    def _moved(self, request: Request) -> None:
+        """Its urgency is another now."""
         if request.sequence in self.blocks.sole:
             self.blocks.sole_changed.add(request.sequence)
         if request.wants_work:
@@ -122,10 +109,7 @@ class Planner:
         if request is None or request.asked:
             return
         request.asked = True
-        if request.sequence in self.blocks.sole:
-            self.blocks.sole_changed.add(request.sequence)
-        if request.wants_work:
-            self._queues.enter(request)
+        self._moved(request)
 
     def stop(self, key: Key) -> list[int]:
         """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .blocks import Blocks
 from .requests import FlagPort, Request, Urgency
 from .runs import BlockState, Lane
 
 MAX_TRIES = 64  # requests looked at for one slot
+OVERTAKEN = 10  # of its own lengths: what a fetch may wait for those that come later
 
 
 def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> None:
@@ -46,6 +47,20 @@ class Queues:
         self._numbers = numbers
         self._heaps: tuple[list[Urgency], list[Urgency]] = ([], [])
         self._stopped: list[Stop | None] = [None, None]
+        self._free_ns = 0  # when the fetches of all ranked requests would have ended
+
+    def rank(self, request: Request, block_ns: Sequence[float], *, waits: bool) -> None:
+        """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later.
+
+        `block_ns`: what a block takes in each lane.  `waits`: others wait for a fetch.
+        """
+        request.ranked = True
+        disk = sum(request.on_disk[request.issued :])
+        memory = request.limit - request.issued - disk
+        fetch_ns = int(memory * block_ns[Lane.MEMORY] + disk * block_ns[Lane.DISK])
+        begin_ns = max(request.due_ns, self._free_ns if waits else 0)
+        self._free_ns = begin_ns + fetch_ns
+        request.due_ns = begin_ns + OVERTAKEN * fetch_ns
 
     def enter(self, request: Request) -> None:
         """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.planning.planner import OVERTAKEN
+from kvprefetch.daemon.planning.queues import OVERTAKEN
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import FlagsModel, Planner, digests, ordered, planned, returned, run, whole
