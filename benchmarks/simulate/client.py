@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.simulate.events import Loop
-from benchmarks.simulate.node import Flag, Node
+from benchmarks.simulate.flags import Flag
+from benchmarks.simulate.node import Node
 from benchmarks.simulate.waiting import Policy
 from benchmarks.simulate.workload import SimRequest
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy

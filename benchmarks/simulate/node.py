@@ -1,17 +1,18 @@
 """The simulation's daemon: the real planner, driven as an engine's epoch drives it, with real turns on simulated links.
 
-No other file but groups.py knows the planner's interface.
+No other files but flags.py and groups.py know the planner's interface.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.simulate import groups as rules
 from benchmarks.simulate.events import Event, Loop, ns
+from benchmarks.simulate.flags import Flag, Flags
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.workload import SimRequest, StoreContents
 from kvprefetch.daemon.planning.planner import Planner
@@ -56,18 +57,6 @@ class NodeModel:
 
 
 @dataclass(slots=True)
-class Flag:
-    """The engine's view of one hint: its completion flag and slot table."""
-
-    state: FlagState = FlagState.HINTED
-    count: int = 0
-    slots: list[int] = field(default_factory=list)
-    found: int = 0
-    """Leading blocks that the store holds; 0 before the look-up."""
-    loaded: range = range(0)
-
-
-@dataclass(slots=True)
 class NodeCounters:
     """Counts of blocks and calls; each fetched block ends up loaded, wasted, or staged unloaded."""
 
@@ -88,38 +77,6 @@ class NodeCounters:
     """Times that a request lost its staged blocks and waited for them again."""
 
 
-class _Flags:
-    """The flags; `changed(key)` reports each move of a flag to the engine."""
-
-    def __init__(self, changed: Callable[[Key], None]) -> None:
-        self.of: dict[Key, Flag] = {}
-        self._changed = changed
-
-    def publish(self, publication: Publication) -> bool:
-        key = publication.request.key
-        flag = self.of[key]
-        if flag.state is not FlagState.HINTED:
-            return False
-        flag.slots.extend(publication.slots)
-        flag.count = publication.blocks
-        if publication.final:
-            flag.state = FlagState.READY
-        self._changed(key)
-        return True
-
-    def take_back(self, key: Key) -> bool:
-        flag = self.of[key]
-        if flag.state not in (FlagState.HINTED, FlagState.READY):
-            return False
-        flag.state, flag.count = FlagState.HINTED, 0
-        flag.slots.clear()
-        self._changed(key)
-        return True
-
-    def expire(self, key: Key) -> bool:
-        raise NotImplementedError  # weights do not change here
-
-
 class Node:
     """One daemon that serves one engine. It calls `changed(key)` whenever that hint's flag moved."""
 
@@ -136,7 +93,7 @@ class Node:
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
         self._pace = Pace()
         self._sizes, self._meters = [CallSize() for _ in Lane], [Meter(lane.name) for lane in Lane]
-        self._flags = _Flags(changed)
+        self._flags = Flags(changed)
         self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
         self._groups = groups
         self._prompts = rules.Prompts(self._planner, groups)
