@@ -84,12 +84,15 @@ class Device:
 
     def make_current(self) -> None:
         """Make this the calling thread's device."""
-        self.call("setDevice", self.index)
+        try:
+            self.runtime.setDevice(self.index)
+        except Exception as error:
+            raise DeviceError(f"setDevice: {_line(error)}") from error
 
     def call(self, name: str, *values: Any) -> Any:
         """Call cupy's runtime with this device current."""
+        self.make_current()
         try:
-            self.runtime.setDevice(self.index)
             return getattr(self.runtime, name)(*values)
         except Exception as error:
             raise DeviceError(f"{name}: {_line(error)}") from error

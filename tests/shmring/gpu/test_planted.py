@@ -52,8 +52,8 @@ FAULTS = [
     Fault(
         "the context is current in the calling thread",
         "shmring.gpu.cuda",
-        "            self.runtime.setDevice(self.index)\n            return getattr",
-        "            return name == 'setDevice' or getattr",
+        "            self.runtime.setDevice(self.index)",
+        "            pass",
         "tests/gpu/test_daemon.py::test_a_killed_worker_holds_nothing",
         "CUDA_ERROR_INVALID_CONTEXT",
     ),
