@@ -45,7 +45,7 @@ from .fakes import fails_with
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 36
+COUNT = 37
 Patch = pytest.MonkeyPatch
 
 
