@@ -80,7 +80,7 @@ class Machine:
 
     def __init__(self, gpus: Sequence[Gpu] = GPUS, lag_us: int = 300) -> None:
         self.gpus, self.lag_us = gpus, lag_us
-        self.folder = Path(tempfile.mkdtemp(prefix="fakecuda-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"fakecuda-{os.getpid()}-", dir="/dev/shm"))
         for part in ("memory", "faults"):
             (self.folder / part).mkdir()
         (self.folder / "devices").write_text("".join(f"{gpu.line()}\n" for gpu in gpus))
@@ -190,6 +190,9 @@ def held_by(pid: int) -> int:
 @functools.cache
 def machine() -> Machine:
     """Return the machine of this process and of those that it starts, with two GPUs of 256 MiB; loads the fake."""
+    for left in Path("/dev/shm").glob("fakecuda-*-*"):  # of processes that were killed
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
     made = Machine()
     os.environ.update({name: value for name, value in made.environment.items() if name.startswith("FAKECUDA")})
     atexit.register(made.remove)
