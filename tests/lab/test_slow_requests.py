@@ -65,6 +65,7 @@ def told(daemon: Daemon, name: str) -> tuple[str, str]:
     eventually(lambda: [e for e in daemon.records("request.done") if name in e["request_id"]], what="its line")
     explained = kvprefetchd("explain", name, given="\n".join(daemon.lines))
     assert explained.returncode == 0, explained
+    time.sleep(1.5)  # the daemon's picture, which `top` reads, is of the last second
     top = kvprefetchd("top", "--once", "--interval", "0.1", "--socket", daemon.socket)
     assert top.returncode == 0, top
     return explained.stdout.strip().splitlines()[-1], top.stdout

@@ -39,7 +39,9 @@ def our_processes() -> dict[int, str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if marked and int(entry.name) != os.getpid():
+            # Python's own, which ends with the test process that has used a pool of processes.
+            tracks = "multiprocessing.resource_tracker" in command
+            if marked and not tracks and int(entry.name) != os.getpid():
                 found[int(entry.name)] = command
     return found
 

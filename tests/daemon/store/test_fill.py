@@ -95,7 +95,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     assert numbers["saved_again_blocks"] == int(numbers["saved_blocks"]) - 24 > 0
     assert numbers["present_blocks"] == 4 - int(numbers["saved_again_blocks"])
     again = f"of {numbers['saved_blocks']} blocks stored {numbers['saved_again_blocks']} had been stored before\n"
-    assert again in said(daemon, "status")
+    eventually(lambda: again in said(daemon, "status"), what="the next picture")
     eventually(lambda: value(scrape(port), "saved_again_blocks_total") == numbers["saved_again_blocks"])
     engine.close()
 
