@@ -78,7 +78,7 @@ class Ahead:
         self._about, self._digests = about, about.block_tokens // about.hash_tokens
         self._announcements: deque[_Announcement] = deque()
         self._at_work: dict[Key, tuple[_Announcement, int]] = {}  # and the prompt's place in it
-        self._answers: deque[Answer] = deque()
+        self._refusals: deque[Answer] = deque()
         self._keys = 0
 
     def add(self, number: int, warm: Warm, now_ns: int) -> None:
@@ -89,7 +89,6 @@ class Ahead:
             self._refuse(new, f"too many announcements wait for this engine: waiting={MAX_WAITING}")
         else:
             self._announcements.append(new)
-            self._answer_done()
 
     def next_wanted(self) -> Wanted | None:
         """Return the next prompt to hint; None while enough are at work."""
@@ -101,7 +100,6 @@ class Ahead:
                     self._at_work[FLAG, self._keys] = each, number
                     hashes = bytes.fromhex("".join(each.prompts[number][: blocks * self._digests]))
                     return Wanted((FLAG, self._keys), blocks, hashes, each.announced)
-        self._answer_done()
         return None
 
     def looked_up(self, request: Request, blocks: int, *, unavailable: bool) -> None:
@@ -127,7 +125,6 @@ class Ahead:
             {"staged": ready - fetched, "fetched": fetched, left: announcement.found[number] - ready}
         )
         announcement.left -= 1
-        self._answer_done()
 
     def late(self, now_ns: int) -> list[Key]:
         """Return the requests that wait in vain for a turn, to be stopped; their announcements begin no more."""
@@ -135,7 +132,6 @@ class Ahead:
         for each in late:
             rest, each.begun = each.prompts[each.begun :], len(each.prompts)
             each.counts["no_room"] += sum(len(prompt) // self._digests for prompt in rest)
-        self._answer_done()
         return [key for key, (each, _) in self._at_work.items() if each in late]
 
     def stop(self, why: str) -> None:
@@ -144,13 +140,15 @@ class Ahead:
             self._drop(self._announcements[0], why)
 
     def next_answer(self) -> Answer | None:
-        return self._answers.popleft() if self._answers else None
-
-    def _answer_done(self) -> None:
-        for each in [each for each in self._announcements if each.begun == len(each.prompts) and not each.left]:
-            self._announcements.remove(each)
-            message = self._about.model_copy(update={"found": each.found, **each.counts})
-            self._answers.append(Answer(each.number, each.name, message, each.counts))
+        """Return a refusal, or the answer to an announcement all of whose prompts have ended."""
+        if self._refusals:
+            return self._refusals.popleft()
+        done = next((each for each in self._announcements if each.begun == len(each.prompts) and not each.left), None)
+        if done is None:
+            return None
+        self._announcements.remove(done)
+        message = self._about.model_copy(update={"found": done.found, **done.counts})
+        return Answer(done.number, done.name, message, done.counts)
 
     def _drop(self, announcement: _Announcement, why: str) -> None:
         self._announcements.remove(announcement)
@@ -159,4 +157,4 @@ class Ahead:
 
     def _refuse(self, announcement: _Announcement, text: str) -> None:
         answer = Answer(announcement.number, announcement.name, Report(ok=False, text=text), Counter())
-        self._answers.append(answer)
+        self._refusals.append(answer)
