@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from tests.lab.passes import Abort, Pass
 from tests.lab.store import Store
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
+from tests.support.command import kvprefetchd
 from tests.support.waiting import eventually
 
 BLOCK = 32
@@ -193,3 +195,25 @@ def failed_loads_are_recomputed(
 def whole_blocks(prompt: list[int]) -> int:
     """Return the prompt tokens that a store can serve: full blocks, without the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def warmed_prompts_are_hits(
+    site: Site, engine: Engine, prompts: list[list[int]], right: list[list[int]], file: Path
+) -> Any:
+    """`kvprefetchd warm` with prompts: their requests fetch nothing, and give the same tokens. Returns its counts."""
+    assert engine.run(prompts).tokens == right
+    site.fresh(engine)
+    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+    before = len(site.daemon.records("request.done"))
+    engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
+    result = kvprefetchd("warm", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert counts["absent"] == 0
+    site.assert_idle()
+    served(engine.run(prompts), right, hits(prompts))
+    assert site.daemon.wait_record("request.done", count=before + len(prompts)) is not None
+    lines = site.daemon.records("request.done")[before:]
+    assert {(line["outcome"], line["bytes"]) for line in lines} == {("loaded", 0)}
+    site.assert_idle()
+    return counts

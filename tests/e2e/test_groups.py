@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, abort_every_other, failed_loads_are_recomputed, hits, served, whole_blocks
+from tests.e2e.conftest import (
+    BLOCK,
+    Site,
+    abort_every_other,
+    failed_loads_are_recomputed,
+    hits,
+    served,
+    warmed_prompts_are_hits,
+    whole_blocks,
+)
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -17,7 +25,6 @@ from tests.lab.hybrid import WINDOW, make_gemma3, make_llama4
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
-from tests.support.command import kvprefetchd
 from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(6, 300, seed=81)
@@ -77,19 +84,7 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
 @pytest.mark.shows("warmed prompts", "full attention and sliding windows")
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, gemma: Path, right: list[list[int]], tmp_path: Path) -> None:
     engine = site.engine(model=gemma, extra={"cache_prefix": "warm groups"})
-    assert engine.run(PROMPTS).tokens == right
-    site.fresh(engine)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS))
-    before = len(site.daemon.records("request.done"))
-    engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
-    result = kvprefetchd("warm", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
-    assert (result.returncode, json.loads(result.stdout)["absent"]) == (0, 0), result
-    site.assert_idle()
-    served(engine.run(PROMPTS), right, hits(PROMPTS))
-    assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
-    lines = site.daemon.records("request.done")[before:]
-    assert {(line["outcome"], line["bytes"]) for line in lines} == {("loaded", 0)}
+    warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
     engine.stop()
 
 

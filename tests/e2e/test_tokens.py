@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits, served, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, hits, served, warmed_prompts_are_hits, whole_blocks
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.command import kvprefetchd
 from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(12, 300, seed=1)
@@ -51,25 +49,10 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]],
 
 @pytest.mark.shows("warmed prompts")
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
-    """`kvprefetchd warm` with prompts: their requests fetch nothing, and give the same tokens."""
     engine = site.engine(extra={"cache_prefix": "warm"})
-    assert engine.run(PROMPTS).tokens == right
-    site.fresh(engine)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS))
-    before = len(site.daemon.records("request.done"))
-    engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
-    result = kvprefetchd("warm", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
-    assert result.returncode == 0, result.stderr
-    counts = json.loads(result.stdout)
+    counts = warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
-    assert (counts["blocks"], counts["fetched"], counts["absent"]) == (blocks, blocks, 0)
-    site.assert_idle()
-    served(engine.run(PROMPTS), right, hits(PROMPTS))
-    assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
-    lines = site.daemon.records("request.done")[before:]
-    assert {(line["outcome"], line["bytes"]) for line in lines} == {("loaded", 0)}
-    site.assert_idle()
+    assert (counts["blocks"], counts["fetched"]) == (blocks, blocks)
     engine.stop()
 
 
