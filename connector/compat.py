@@ -36,11 +36,12 @@ USED: Mapping[str, str] = {
     " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_transfer_state": "get_kv_transfer_group() has_kv_transfer_group()",
+    "vllm.sampling_params": "SamplingParams",
     "vllm.transformers_utils.repo_utils": "hf_api()",
     "vllm.utils.hashing": "get_hash_fn_by_name(name)",
     "vllm.v1": "kv_cache_interface",
     "vllm.v1.core.kv_cache_utils": "BlockHash generate_block_hash_extra_keys(request,start,end,mm)"
-    " hash_block_tokens(function,parent,tokens) make_block_hash_with_group_id(hash,group)"
+    " hash_block_tokens(function,parent,tokens,extra) make_block_hash_with_group_id(hash,group)"
     " maybe_convert_block_hash(hash) resolve_kv_cache_block_sizes(kv_cache_config,vllm_config)"
     " resolve_none_hash_seed(function) to_event_extra_keys(keys)",
     "vllm.v1.kv_cache_interface": "AttentionSpec ChunkedLocalAttentionSpec FullAttentionSpec MLAAttentionSpec MambaSpec"

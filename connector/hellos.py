@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..shmring.wire.attach import HASH_PROBE_TOKENS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
+from ..kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
+from ..shmring.wire.attach import GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
 from .geometry import Geometry, pp_rank, publishes_events
 from .resets import Weights
@@ -22,6 +23,7 @@ _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 
 def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    start, probe = start_and_probe(algorithm)
     blocks, rules = geometry.max_blocks, geometry.groups
     wants = SchedulerInfo(
         max_blocks=blocks,
@@ -33,7 +35,8 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
         events=publishes_events(vllm_config),
         upstream_keys=upstream_keys,
         hash_algorithm=algorithm,
-        hash_probe=hash_probe(algorithm) if geometry.hashes_per_block == 1 else "",
+        hash_start=start,
+        hash_probe=probe,
     )
     return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
 
@@ -74,14 +77,25 @@ def incarnation(vllm_config: VllmConfig) -> str:
     return uuid.uuid5(_NAMESPACE, text).hex
 
 
-def hash_probe(algorithm: str) -> str:
-    """SchedulerInfo.hash_probe of this process, before or after vLLM chose its seed."""
+def start_and_probe(algorithm: str) -> tuple[str, str]:
+    """SchedulerInfo.hash_start and hash_probe of this process, before or after vLLM chose its seed."""
+    from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+    from vllm.v1.core.kv_cache_utils import (
+        BlockHash,
+        generate_block_hash_extra_keys,
+        hash_block_tokens,
+        resolve_none_hash_seed,
+    )
+    from vllm.v1.request import Request
 
     function = get_hash_fn_by_name(algorithm)
     seed = resolve_none_hash_seed(function)
     if seed != resolve_none_hash_seed(function):
-        return ""
-    probe: bytes = hash_block_tokens(function, BlockHash(function(seed)), HASH_PROBE_TOKENS)
-    return probe.hex()
+        return "", ""
+    request = Request("probe", [*PROBE_TOKENS], SamplingParams(max_tokens=1), None, cache_salt=PROBE_SALT)
+    start = digest = BlockHash(function(seed))
+    for end in range(PROBE_BLOCK_TOKENS, len(PROBE_TOKENS) + 1, PROBE_BLOCK_TOKENS):
+        extra, _ = generate_block_hash_extra_keys(request, end - PROBE_BLOCK_TOKENS, end, 0)
+        digest = hash_block_tokens(function, digest, PROBE_TOKENS[end - PROBE_BLOCK_TOKENS : end], extra)
+    return start.hex(), digest.hex()

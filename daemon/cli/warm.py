@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -18,15 +18,15 @@ from ...shmring.wire.admin import MAX_WARM_DIGESTS, Warm, Warmed
 from .client import Conversation, Unavailable
 from .common import Arguments, SocketPage, declare, flag, option, socket_option
 from .help_page import Group
-from .prompts import PromptHasher, read
+from .prompts import hashed, read
 
 PAGE = SocketPage(
     "stage the blocks that a file lists before anybody asks for them",
     details="FILE has one JSON value per line: a list of block hashes in hex, in the order of their prefix, or of a "
-    'prompt\'s token ids; or {"hashes": […]}, {"prompt_token_ids": […], "cache_salt": "…"}. Prompts need the engine\'s '
-    "vLLM in this command's environment. The daemon fetches these blocks only while no request waits for one, into "
-    "room that no request holds; the next request finds them, until others need the room. Root and the daemon's own "
-    "user may name any engine, others their own.",
+    'prompt\'s token ids; or {"hashes": […]}, {"prompt_token_ids": […], "cache_salt": "…"}. The command hashes '
+    "prompts as the engine does; it needs no vLLM. The daemon fetches these blocks only while no request waits for "
+    "one, into room that no request holds; the next request finds them, until others need the room. Root and the "
+    "daemon's own user may name any engine, others their own.",
     arguments={"FILE": "the list; - for standard input"},
     examples=(
         ("kvprefetchd warm system-prompts.jsonl", "before the first users come"),
@@ -41,7 +41,6 @@ PAGE = SocketPage(
     },
     also="docs/OPERATIONS.md, kvprefetchd store",
 )
-PAGE = replace(PAGE, environment={**PAGE.environment, "PYTHONHASHSEED": "as the engine's, to hash prompts"})
 EX_DATA, EX_INTERRUPTED = 65, 130
 NAME = "kvprefetchd.warm"  # of the announcements, in the log
 TIMEOUT_S = 300.0  # of one message: those of others may go before it
@@ -60,7 +59,7 @@ def run(arguments: Arguments) -> int:
     with opened(arguments.file) as file, Conversation(arguments.socket, TIMEOUT_S) as daemon:
         sender = Sender(daemon, arguments.engine, progress=sys.stderr.isatty())
         try:
-            for line in read(file, PromptHasher(sender.engine)):
+            for line in read(file, functools.partial(hashed, sender.engine)):
                 error = line.error or sender.error(line.digests)
                 lines["bad" if error else "good"] += 1
                 if error and lines["bad"] <= SHOWN:

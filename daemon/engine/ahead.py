@@ -49,6 +49,7 @@ def about(engine: EngineInfo, epoch: int) -> Warmed:
         hash_tokens=engine.groups.hash_tokens,
         whole_prompts=not engine.groups.partial,
         hash_algorithm=engine.scheduler.hash_algorithm,
+        hash_start=engine.scheduler.hash_start,
         hash_probe=engine.scheduler.hash_probe,
     )
 

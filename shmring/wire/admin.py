@@ -135,6 +135,7 @@ class Warmed(Packet):
     hash_tokens: int
     whole_prompts: bool = False
     hash_algorithm: str
+    hash_start: str = ""
     hash_probe: str
     found: list[int] = Field(default_factory=list)
     staged: int = 0

@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Field, model_validator
 from ...kv import MAX_GROUPS
 from .checks import KeyPrefix, Packet, shown
 
-HASH_PROBE_TOKENS = (1, 2, 3)  # of SchedulerInfo.hash_probe
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
 # Names the weights of an engine since its last reset, in its keys; empty: those of its start.
 Weights = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
@@ -74,9 +73,10 @@ class SchedulerInfo(Packet):
     # The number of its last reset, and its weights since.
     reset_generation: int = Field(default=0, ge=0, le=(1 << 63) - 1)
     weights: Weights = ""
-    # For `warm`, which hashes prompts: vLLM's name of the algorithm, and the hash (hex) of a first block of
-    # HASH_PROBE_TOKENS. There is no probe where hashes begin with a number that is random in each process.
+    # For others, which hash prompts (kv/hashing.py): vLLM's name of the algorithm, its hash before the first block, and
+    # the probe. Both hashes are in hex, and empty where hashes begin with a number that is random in each process.
     hash_algorithm: str = Field(default="", max_length=64)
+    hash_start: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
     hash_probe: str = Field(default="", pattern=r"^([0-9a-f]{2}){0,64}$")
     # The rules of the KV groups, and the tokens of one digest of a hint.
     groups: list[GroupInfo] = Field(min_length=1, max_length=MAX_GROUPS)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_REQUEST_ID_BYTES = 512
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 

@@ -83,7 +83,7 @@ CHANGES: list[tuple[object, str, Any, str]] = [
     (kv_cache_manager.KVCacheManager, "get_computed_blocks", None, "KVCacheManager.get_computed_blocks: missing"),
     (SpeculativeConfig, "use_eagle_block_drop", with_queue, "use_eagle_block_drop: parameters self, request, queue"),
     (kv_cache_utils, "to_event_extra_keys", None, "kv_cache_utils.to_event_extra_keys: missing"),
-    (kv_cache_utils, "hash_block_tokens", lambda function, kind, parent, tokens: None, "hash_block_tokens: parameters"),
+    (kv_cache_utils, "hash_block_tokens", lambda function, kind, *, parent: None, "hash_block_tokens: parameters"),
     (kv_events, "BlockStored", Request, "BlockStored.parent_block_hash: missing"),
     (kv_cache_interface, "SlidingWindowMLASpec", None, "kv_cache_interface.SlidingWindowMLASpec: missing"),
 ]

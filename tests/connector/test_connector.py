@@ -22,6 +22,7 @@ from transformers import LlamaConfig  # noqa: E402
 from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
+from kvprefetch.kv.hashing import BlockHasher  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
 
 SCHEDULER, WORKER = base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER
@@ -237,8 +238,24 @@ def test_saves_that_nobody_else_will_find_are_warned_about(
     assert not warned("sha256_cbor")
     assert warned("xxhash")
     # With a seed the hash is really made, which needs a package that is not everywhere.
-    monkeypatch.setattr(hellos, "hash_probe", lambda algorithm: "00")
+    monkeypatch.setattr(hellos, "start_and_probe", lambda algorithm: ("00", "00"))
     assert not warned("xxhash")
+
+
+def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_path: Path) -> None:
+    """So prompts can be hashed for it: SchedulerInfo's start and probe are those of kv/hashing.py."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    heads: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    full, window = FullAttentionSpec(block_size=32, **heads), SlidingWindowSpec(64, **heads, sliding_window=128)
+    for specs in ([full], [full, window]):
+        config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
+        numbers = geometry.of_engine(config, cache)
+        assert numbers.hashes_per_block == len(specs)
+        said = hellos.of_scheduler(config, numbers, upstream_keys=False).scheduler
+        assert said is not None
+        start, probe = bytes.fromhex(said.hash_start), bytes.fromhex(said.hash_probe)
+        assert len(BlockHasher(said.hash_algorithm, start, said.hash_tokens, probe)(range(97))) == 3 * 32
 
 
 def test_mode_off_does_nothing(tmp_path: Path) -> None:
