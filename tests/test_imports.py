@@ -23,7 +23,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "daemon": (
         {"kv", "shmring"},
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli"}
-        | {"click", "posix_ipc"},
+        | {"click", "posix_ipc", "waitress"},
     ),
 }
 # The only module of the connector that knows differences between releases of vLLM.
@@ -42,6 +42,7 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
     "click": ("daemon/cli/*",),
+    "waitress": ("daemon/door/__main__.py",),
     "cbor2": ("kv/hashing.py",),
     "xxhash": ("kv/hashing.py",),
     "cupy": ("shmring/gpu/cuda.py",),

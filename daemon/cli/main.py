@@ -18,7 +18,7 @@ from click.shell_completion import shell_complete
 from ... import __version__
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import completion, configuration, doctor, install_unit, pages, serve, status, store, tail, top, warm
+from . import completion, configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
@@ -47,8 +47,8 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, warm, pages, completion)
-ALIASES = {"latency": ["doctor", "--measure"]}  # names of earlier releases
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, prefetch, pages, completion)
+ALIASES = {"latency": ["doctor", "--measure"], "warm": ["prefetch"]}  # names of earlier releases
 
 
 def build() -> Group:

@@ -1,61 +1,37 @@
-"""The list of `kvprefetchd warm`: chains of block hashes, or prompts, which it hashes as the engine does."""
+"""The list of `kvprefetchd prefetch`: one prompt a line, as token ids or block hashes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Annotated, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ..door.envelope import ACTION, VERSION, Action, Bad, payload
 
-from ...kv.hashing import BlockHasher
-from ...shmring.wire.admin import Digest, Warmed
-from ...shmring.wire.checks import first_error
-
-MAX_LINE_BYTES = 32 << 20
-MAX_BLOCKS = 1 << 20  # of one line, as of one hint
-MAX_TOKENS = 1 << 24
+MAX_LINE_BYTES = 8 << 20
+FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of earlier releases
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Hashes(_Entry):
-    """The hashes of a prefix's blocks in hex, in order."""
-
-    hashes: list[Digest] = Field(min_length=1, max_length=MAX_BLOCKS)
-
-
-class Prompt(_Entry):
-    """A prompt, and its request's salt if it has one."""
-
-    prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 63)]] = Field(min_length=1, max_length=MAX_TOKENS)
-    cache_salt: str | None = Field(default=None, min_length=1)
-
-
-class WarmLine(NamedTuple):
-    """One line: its digests (none for a prompt without a whole block), or its error."""
+class Line(NamedTuple):
+    """One line: the payload of its announcement, or its error. `size`: in bytes."""
 
     number: int
-    digests: list[bytes]
+    size: int
+    payload: dict[str, Any]
     error: str = ""
 
 
-def read(file: IO[bytes], hashed: Callable[[Prompt], list[bytes]]) -> Iterator[WarmLine]:
-    """Yield every line that is not empty; `hashed` returns a prompt's digests or raises ValueError with one line."""
+def read(file: IO[bytes]) -> Iterator[Line]:
+    """Yield every line that is not empty."""
     for number, line in enumerate(_lines(file), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = parse(line)
-            digests = hashed(entry) if isinstance(entry, Prompt) else [bytes.fromhex(text) for text in entry.hashes]
-            yield WarmLine(number, digests)
-        except ValueError as error:
-            yield WarmLine(number, [], str(error))
+        if line.strip():
+            try:
+                yield Line(number, len(line), parse(line))
+            except ValueError as error:
+                yield Line(number, len(line), {}, str(error))
 
 
-def parse(line: bytes) -> Hashes | Prompt:
+def parse(line: bytes) -> dict[str, Any]:
     """Parse one line. Raises ValueError in one line, with field, value and bound."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"too long: max_bytes={MAX_LINE_BYTES}")
@@ -64,13 +40,15 @@ def parse(line: bytes) -> Hashes | Prompt:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if isinstance(raw, list):  # short for the object with one field
-        raw = {"hashes" if any(isinstance(each, str) for each in raw) else "prompt_token_ids": raw}
-    if not isinstance(raw, dict) or ("hashes" in raw) == ("prompt_token_ids" in raw):
-        raise ValueError("one of hashes and prompt_token_ids is wanted, or a list of one of them")
+        raw = {"block_hashes" if any(isinstance(each, str) for each in raw) else "token_ids": raw}
+    if not isinstance(raw, dict):
+        raise ValueError("a list or an object is wanted")
+    found: dict[str, Any] = {FORMER.get(str(name), str(name)): value for name, value in raw.items()}
     try:
-        return Hashes.model_validate(raw) if "hashes" in raw else Prompt.model_validate(raw)
-    except ValidationError as error:
-        raise ValueError(first_error(error)) from None
+        payload(Action(action_id="line", action_type=ACTION, action_version=VERSION, payload=found))
+    except Bad as error:
+        raise ValueError(str(error).removeprefix("action line: ")) from None
+    return found
 
 
 def _lines(file: IO[bytes]) -> Iterable[bytes]:
@@ -80,11 +58,3 @@ def _lines(file: IO[bytes]) -> Iterable[bytes]:
         while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
             pass
         yield line
-
-
-def hashed(engine: Warmed, prompt: Prompt) -> list[bytes]:
-    """Return the digests of the blocks of this prompt that a request could load. Raises CannotHash."""
-    start, probe = bytes.fromhex(engine.hash_start), bytes.fromhex(engine.hash_probe)
-    hasher = BlockHasher(engine.hash_algorithm, start, engine.hash_tokens, probe)
-    digests, size = hasher(prompt.prompt_token_ids, prompt.cache_salt), hasher.digest_bytes
-    return [digests[at : at + size] for at in range(0, len(digests), size)]

@@ -57,6 +57,11 @@ Uid = Annotated[Number, Field(ge=0, le=(1 << 32) - 2)]
 Mode = Literal["on", "shadow", "off"]
 
 
+def hints_socket(control: Path) -> Path:
+    """Return the path of the HTTP door's Unix socket, beside the control socket."""
+    return control.with_name(f"{control.stem}-hints{control.suffix}")
+
+
 class DaemonConfig(BaseModel):
     """The configuration of `kvprefetchd serve`. Sizes are bytes, or text with a unit; unknown keys are errors."""
 
@@ -124,6 +129,15 @@ class DaemonConfig(BaseModel):
         default="127.0.0.1", min_length=1, description="address of /metrics, /healthz, /readyz"
     )
     metrics_port: Number = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
+    hints: Literal["on", "off"] = Field(
+        default="on", description="on: the HTTP door for announcements, a Unix socket beside the control socket"
+    )
+    hints_port: Number = Field(
+        default=0, ge=0, le=65535, description="TCP port of the door on 127.0.0.1; 0: the Unix socket alone"
+    )
+    hints_token: Path | None = Field(
+        default=None, description="file with the token that callers of that port send: Authorization: Bearer TOKEN"
+    )
     call_timeout_ms: Number = Field(
         default=4000,
         ge=100,
@@ -139,6 +153,11 @@ class DaemonConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )
+
+    @property
+    def hints_socket(self) -> Path:
+        """Return the path of the door's Unix socket."""
+        return hints_socket(self.socket)
 
     @property
     def lease_ns(self) -> int:

@@ -1,12 +1,25 @@
-"""Questions and commands of users: status of engines and store, the mode, blocks to warm, values to remove."""
+"""Questions and commands of users: status of engines and store, the mode, prompts to announce, values to remove."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...kv.keys import owner
-from ...shmring.wire.admin import Remove, Removed, Report, SetMode, StatQuery, StatusQuery, Warm
+from ...shmring.wire.admin import (
+    Announce,
+    Engine,
+    EngineQuery,
+    Outcome,
+    Remove,
+    Removed,
+    Report,
+    SetMode,
+    StatQuery,
+    StatusQuery,
+)
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
@@ -15,7 +28,7 @@ from . import report
 from .epochs import Epochs, Shared
 
 Query = StatusQuery | StatQuery
-Command = SetMode | Warm | Remove
+Command = SetMode | Remove
 Reply = Callable[[Message], None]
 
 
@@ -35,9 +48,7 @@ class Admin:
 
     def command(self, command: Command, uid: int | None, reply: Reply) -> None:
         """Carry out a command, and reply now or later. Raises ProtocolError for one that the user may not give."""
-        if isinstance(command, Warm):
-            self._warm(command, uid, reply)
-        elif isinstance(command, Remove):
+        if isinstance(command, Remove):
             self._remove(command, uid, reply)
         elif uid is not None:
             raise ProtocolError(f"only root and the daemon's own user may do this: uid={uid}")
@@ -46,16 +57,29 @@ class Admin:
             self._epochs.switch(command.mode)
             reply(Report(ok=True, text=f"mode: {command.mode} (was {before})"))
 
-    def _warm(self, command: Warm, uid: int | None, reply: Reply) -> None:
-        """Warm blocks for the one engine that the command names. Raises ProtocolError for too many blocks."""
+    def engine(self, query: EngineQuery, uid: int | None) -> Engine | Report:
+        """Return the one engine of this user's that the query fits, or why there is none."""
         epochs = self._epochs.attached(uid)
-        named = _named(epochs, command.engine)
-        if len(named) == 1:
-            named[0].warm(command, reply)
-            return
+        fits = [each for each in epochs if query.model in ("", each.engine.model)]
+        if query.dp_rank is not None:
+            fits = [each for each in fits if each.engine.engine_id.endswith(f"_dp{query.dp_rank}")]
+        fits = _named(fits, query.engine)
+        if len(fits) == 1:
+            return _shown(fits[0])
+        given = {"engine": query.engine, "model": query.model, "dp_rank": query.dp_rank}
+        named = " ".join(f"{name}={value!r}" for name, value in given.items() if value not in ("", None))
         attached = ", ".join(sorted(each.engine.engine_id for each in epochs)) or "none"
-        wanted = f"engine={command.engine!r}" if command.engine else "name one with --engine"
-        reply(Report(ok=False, text=f"not one engine but {len(named)}: {wanted}; attached: {attached}"))
+        wanted = named or "name one, by engine or model"
+        return Report(ok=False, text=f"not one engine but {len(fits)}: {wanted}; attached: {attached}")
+
+    def announce(self, order: Announce, uid: int | None, fd: int, reply: Reply) -> None:
+        """Hand a prompt to the engine that it is announced to; `fd`: a memfd with its digests, which stays open."""
+        for epoch in self._epochs.attached(uid):
+            if epoch.engine.engine_id == order.engine and epoch.number == order.epoch:
+                epoch.announce(order, _digests(fd, order.hashes * order.hash_bytes), reply)
+                return
+        text = f"this engine is not attached any more: engine={order.engine!r} epoch={order.epoch}"
+        reply(Outcome(number=order.number, outcome="rejected", reason=text))
 
     def _remove(self, command: Remove, uid: int | None, reply: Reply) -> None:
         """Remove the values of these keys; a user other than an operator may name those of its own engines."""
@@ -87,3 +111,29 @@ def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
     return [each for each in epochs if each.engine.engine_id == engine] or [
         each for each in epochs if each.engine.engine_id.startswith(engine)
     ]
+
+
+def _shown(epoch: Epoch) -> Engine:
+    groups, scheduler = epoch.engine.groups, epoch.engine.scheduler
+    return Engine(
+        engine=epoch.engine.engine_id,
+        epoch=epoch.number,
+        block_tokens=groups.unit_tokens,
+        block_bytes=epoch.memory.block_bytes * len(groups),
+        max_blocks=scheduler.max_blocks,
+        hash_tokens=groups.hash_tokens,
+        hash_algorithm=scheduler.hash_algorithm,
+        hash_start=scheduler.hash_start,
+        hash_probe=scheduler.hash_probe,
+    )
+
+
+def _digests(fd: int, size: int) -> bytes:
+    """Return the bytes of a memfd, which no read waits for. Raises ProtocolError for another file, or another size."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ProtocolError("the digests of an announcement come in a memfd") from None
+    if (found := os.pread(fd, size + 1, 0)) and len(found) == size:
+        return found
+    raise ProtocolError(f"the digests of an announcement have another size: bytes={len(found)} expected={size}")

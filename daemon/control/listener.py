@@ -105,25 +105,32 @@ def inherited_socket(environ: MutableMapping[str, str] = os.environ) -> socket.s
     return sock
 
 
-def listen(config: DaemonConfig, patience_s: float = _LOCK_S) -> socket.socket:
-    """Bind the control socket, and replace a dead one. Raises Taken where another daemon serves there, and ConfigError.
+def listen(
+    config: DaemonConfig,
+    patience_s: float = _LOCK_S,
+    *,
+    path: Path | None = None,
+    kind: socket.SocketKind = socket.SOCK_SEQPACKET,
+) -> socket.socket:
+    """Bind the control socket, or another one at `path` for the same users, and replace a dead one.
 
-    Waits `patience_s` for a daemon that binds in the same folder.
+    Waits `patience_s` for a daemon that binds in the same folder. Raises Taken where another daemon serves there, and
+    ConfigError.
     """
-    path = config.socket
+    path = path or config.socket
     gid = group_id(config.socket_group) if config.socket_group is not None else -1
     try:
         _make_folders(path.parent)
         with _alone_in(path.parent, patience_s) as folder:
             _check_folder(folder, path)
-            _make_way(folder, path)
-            return _bound(folder, path, gid, int(config.socket_mode, 8))
+            _make_way(folder, path, kind)
+            return _bound(folder, path, kind, gid, int(config.socket_mode, 8))
     except OSError as error:
-        kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
+        raised = Taken if error.errno == errno.EADDRINUSE else ConfigError
         cure = "--socket names another place"
         if gid != -1 and error.errno == errno.EPERM:
             cure = "the daemon's user must be a member of that group"
-        raise kind(
+        raise raised(
             f"socket: cannot be bound: {error.strerror or error}: socket={str(path)!r} "
             f"socket_group={config.socket_group!r}; {cure}"
         ) from None
@@ -210,13 +217,13 @@ def _check_socket(folder: int, path: Path) -> None:
         raise ConfigError(f"socket: the path exists and is not a socket: socket={str(path)!r}")
 
 
-def _make_way(folder: int, path: Path) -> None:
+def _make_way(folder: int, path: Path, kind: socket.SocketKind) -> None:
     """Remove a dead socket. Raises Taken for a live one, ConfigError for another file."""
     try:
         _check_socket(folder, path)
     except FileNotFoundError:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.setblocking(False)  # a hung daemon's full queue would make us wait
         try:
             probe.connect(str(path))
@@ -228,14 +235,14 @@ def _make_way(folder: int, path: Path) -> None:
     raise Taken(f"socket: another daemon is serving: socket={str(path)!r}; --socket names another place")
 
 
-def _bound(folder: int, path: Path, gid: int, mode: int) -> socket.socket:
+def _bound(folder: int, path: Path, kind: socket.SocketKind, gid: int, mode: int) -> socket.socket:
     """Return a socket that listens at a free path. Raises OSError, and then leaves no file there.
 
     Nobody can connect before it listens. Group and mode are set on the opened file, through /proc: set by path, they
     could go to the target of a link that another user put there.
     """
     with contextlib.ExitStack() as undo:
-        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC))
         sock.bind(str(path))
         with _opened(path.name, os.O_PATH | os.O_NOFOLLOW, folder) as file:
             found = os.fstat(file)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 
-from ...shmring.wire.admin import Remove, SetMode, StatQuery, StatusQuery, Warm
+from ...shmring.wire.admin import Announce, Caller, EngineQuery, Remove, Report, SetMode, StatQuery, StatusQuery
 from ...shmring.wire.attach import Hello, Mapped, Reset
 from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..config.model import DaemonConfig
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
-from .access import access_of
+from .access import Credentials, access_of
 from .admin import Admin
 from .budget import Budget
 from .connections import Connections
+from .door import Door
 from .epochs import Epochs, Shared
 from .group import Peer
 from .handshake import Handshake
+
+NOT_ALLOWED = "may not attach: the socket's group and allow_uids may"
 
 
 class Control:
@@ -32,6 +38,7 @@ class Control:
         self._handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
         self._budget = Budget()
+        self._door = Door(shared.config, epoll, shared.log)
 
     def ready(self, fds: list[int], now_ns: int) -> None:
         """Read one message of each of these descriptors; those of other parts are skipped.
@@ -39,6 +46,7 @@ class Control:
         A connection whose user's questions took too much of the loop's time waits.  An engine's processes do not, and
         they ask nothing.
         """
+        self._door.ready(fds)
         for fd in fds:
             if fd == self._connections.sock.fileno():
                 for closed in self._connections.accept():
@@ -64,6 +72,7 @@ class Control:
         self._budget.tick(now_ns)
         self._shared.refusals.tick()
         self._handshake.tick(now_ns)
+        self._door.tick(now_ns)
 
     def end(self, epoch: Epoch, ending: Ending) -> None:
         """End an epoch from our side: its processes see the end of file and come back."""
@@ -80,15 +89,20 @@ class Control:
         self._connections.listen_on(sock, access_of(sock, self._shared.config))
 
     def close(self) -> None:
+        self._door.close()
         self._handshake.close()
         self._connections.close_all()
 
     def _read(self, peer: Peer, now_ns: int) -> None:
         try:
-            received = receive_message(peer.sock, max_fds=0)
-            if received is not None:
-                self._handle(peer, received[0], now_ns)
-                return
+            with contextlib.ExitStack() as files:
+                received = receive_message(peer.sock, max_fds=int(self._is_door(peer)))
+                if received is not None:
+                    message, fds = received
+                    for fd in fds:
+                        files.callback(os.close, fd)
+                    self._handle(peer, message, fds, now_ns)
+                    return
         except BlockingIOError:
             return
         except ProtocolError as error:
@@ -98,9 +112,34 @@ class Control:
         self._connections.close(peer)
         self._handshake.left(peer)
 
-    def _handle(self, peer: Peer, message: Message, now_ns: int) -> None:
+    def _is_door(self, peer: Peer) -> bool:
+        """Whether it may be the process of the HTTP door: it alone asks for other users, and sends descriptors."""
+        return peer.hello is None and self._connections.access.scope(peer.credentials) is None
+
+    def _about(self, peer: Peer, caller: Caller | None) -> Credentials:
+        """Return whose engines a message is about. Raises ProtocolError for a caller that the peer may not name."""
+        if caller is None:
+            return peer.credentials
+        if not self._is_door(peer):
+            raise ProtocolError(f"only root and the daemon's user ask for others: uid={peer.credentials.uid}")
+        return Credentials(peer.credentials.pid, caller.uid, frozenset(caller.groups))
+
+    def _announce(self, peer: Peer, message: EngineQuery | Announce, fds: Sequence[int]) -> None:
+        """Answer a message that is about the engines of its caller."""
+        access, about = self._connections.access, self._about(peer, message.caller)
+        if isinstance(message, EngineQuery):
+            answer: Message = Report(ok=False, text=f"uid={about.uid} {NOT_ALLOWED}")
+            if access.may_attach(about):
+                answer = self._admin.engine(message, access.scope(about))
+            peer.send(answer)
+        elif len(fds) == 1 and access.may_attach(about):
+            self._admin.announce(message, access.scope(about), fds[0], peer.send)
+        else:
+            raise ProtocolError(f"an announcement has one descriptor, and a caller that may attach: fds={len(fds)}")
+
+    def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
         if not peer.allowed:  # refused only now: closing a socket with an unread message would lose the refusal
-            raise ProtocolError(f"uid={peer.credentials.uid} may not attach: the socket's group and allow_uids may")
+            raise ProtocolError(f"uid={peer.credentials.uid} {NOT_ALLOWED}")
         if peer.hello is not None and not isinstance(message, FromEngine):
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
         uid = self._connections.access.scope(peer.credentials)
@@ -110,9 +149,11 @@ class Control:
             self._handshake.mapped(peer, message)
         elif isinstance(message, Reset):
             self._handshake.reset(peer, message)
+        elif isinstance(message, EngineQuery | Announce):
+            self._announce(peer, message, fds)
         elif isinstance(message, StatusQuery | StatQuery):
             send_message(peer.sock, self._admin.answer(message, uid, now_ns))
-        elif isinstance(message, SetMode | Remove | Warm):
+        elif isinstance(message, SetMode | Remove):
             self._admin.command(message, uid, peer.send)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")

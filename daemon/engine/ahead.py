@@ -1,25 +1,32 @@
 """The announcements of one engine: prompts to stage before a request asks for them.
 
-Pure.  Each prompt of an announcement becomes a request of the planner, less urgent than any hint, and takes a hint's
-way through look-ups and fetches.  It ends once its blocks are staged, and then no request holds them: the next hint
-finds them.  A hinted request may take their room at any time, a later announcement only after the `deadline`.
+Pure.  Each announced prompt becomes a request of the planner, less urgent than any hint, and takes a hint's way through
+look-ups and fetches.  It ends once its blocks are staged, and then no request holds them: the next hint finds them.  A
+hinted request may take their room at any time, a later announcement only after the first one's time is over.
+
+What is announced and not asked for yet may have as many blocks as staging has slots, and an eighth of that while most
+of what was fetched for announcements was in vain.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
-from ...shmring.wire.admin import Report, Warm, Warmed
+from ...shmring.wire.admin import Announce, Outcome
 from ..planning.requests import Announced, Failure, Key, Request
-from .memory import EngineInfo
+from ..telemetry.trace import Met
 
 FLAG = -1  # of every announced request: no engine reads one
 AT_WORK = 16  # prompts at a time
-MAX_WAITING = 4  # announcements, each of another connection
-PATIENCE_NS = 30_000_000_000  # for a turn: then an announcement is answered as it stands
+MAX_WAITING = 256  # announcements that are not done
+MAX_KNOWN = 1024  # with those that are done and wait for their request
+JUDGED = 64  # announcements that fetched, the latest: whether announcing is of use
+ENOUGH = 16  # of these, before it is judged
+VAIN_SHARE = 8  # the part of the room that is left to an engine whose announcements are mostly in vain
 
 
 class Wanted(NamedTuple):
@@ -28,134 +35,213 @@ class Wanted(NamedTuple):
     key: Key
     blocks: int
     hashes: bytes
+    priority: int
+    due_ns: int
     announced: Announced
 
 
-class Answer(NamedTuple):
-    """The answer to announcement `number`, and its blocks by result."""
-
-    number: int
-    name: str
-    message: Warmed | Report
-    counts: Counter[str]
-
-
-def about(engine: EngineInfo, epoch: int) -> Warmed:
-    """Return an answer about the engine, without counts."""
-    return Warmed(
-        engine=engine.engine_id,
-        epoch=epoch,
-        block_tokens=engine.groups.unit_tokens,
-        hash_tokens=engine.groups.hash_tokens,
-        whole_prompts=not engine.groups.partial,
-        hash_algorithm=engine.scheduler.hash_algorithm,
-        hash_start=engine.scheduler.hash_start,
-        hash_probe=engine.scheduler.hash_probe,
-    )
+class Stage(Enum):
+    WAITING = auto()
+    AT_WORK = auto()
+    DONE = auto()  # it waits for its request
+    OVER = auto()
 
 
 @dataclass(eq=False)
 class _Announcement:
-    """One announcement. `found`: of each prompt, the leading blocks that there are."""
+    """One announcement. `planned`: blocks that it may stage; `found`: of these, the leading ones that there are."""
 
-    number: int
-    name: str
-    prompts: Sequence[Sequence[str]]
+    order: Announce
+    hashes: bytes
     announced: Announced
-    found: list[int]
-    counts: Counter[str] = field(default_factory=Counter)
-    begun: int = 0
-    left: int = 0  # prompts at work
+    blocks: int
+    stage: Stage = Stage.WAITING
+    planned: int = 0
+    found: int = 0
+    staged: int = 0
+    fetched: int = 0
+    no_room: int = 0
+    failed: int = 0
+
+    looked_up: bool = False
 
     @property
-    def patience_ns(self) -> int:
-        return min(self.announced.since_ns + PATIENCE_NS, self.announced.until_ns)
+    def due_ns(self) -> int:
+        return self.announced.since_ns + self.order.expected_ms * 1_000_000
+
+    @property
+    def takes(self) -> int:
+        """Return how many blocks it takes of the room: prompts share most of what is staged already."""
+        if self.stage is Stage.DONE:
+            return self.fetched
+        return self.found - self.staged if self.looked_up else self.planned
+
+    def outcome(self, outcome: str, reason: str = "") -> Outcome:
+        return Outcome.model_validate(
+            {
+                "number": self.order.number,
+                "outcome": outcome,
+                "reason": reason,
+                "asked": self.blocks,
+                "staged": self.staged,
+                "started": self.found - self.staged,
+                "absent": self.planned - self.found,
+                "fetched": self.fetched,
+                "no_room": self.no_room,
+                "failed": self.failed,
+            }
+        )
 
 
 class Ahead:
-    """The announcements of one engine, by a number that the caller gives."""
+    """The announcements of one engine, by a number that the caller gives.
 
-    def __init__(self, about: Warmed) -> None:
-        self._about, self._digests = about, about.block_tokens // about.hash_tokens
-        self._announcements: deque[_Announcement] = deque()
-        self._at_work: dict[Key, tuple[_Announcement, int]] = {}  # and the prompt's place in it
-        self._refusals: deque[Answer] = deque()
+    `block_hashes`: digests of a block.  `room`: blocks that may be staged ahead.  `partial`: a part of a prompt is of
+    use.
+    """
+
+    def __init__(self, block_hashes: int, room: int, *, partial: bool) -> None:
+        self._block_hashes, self._room, self._partial = block_hashes, room, partial
+        self._known: dict[int, _Announcement] = {}  # the oldest first
+        self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
+        self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
+        self._at_work: dict[Key, int] = {}
+        self._outcomes: deque[tuple[int, Outcome]] = deque()
+        self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
 
-    def add(self, number: int, warm: Warm, now_ns: int) -> None:
-        """Take an announcement, which may wait for those of other connections."""
-        announced = Announced(now_ns, now_ns + warm.deadline_ms * 1_000_000)
-        new = _Announcement(number, warm.name, warm.chains, announced, [0] * len(warm.chains))
-        if len(self._announcements) > MAX_WAITING:
-            self._refuse(new, f"too many announcements wait for this engine: waiting={MAX_WAITING}")
-        else:
-            self._announcements.append(new)
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks announcements fetch, or have fetched, that no request asked for yet."""
+        return sum(each.takes for each in self._known.values())
 
-    def next_wanted(self) -> Wanted | None:
-        """Return the next prompt to hint; None while enough are at work."""
-        for each in self._announcements:
-            while each.begun < len(each.prompts) and len(self._at_work) < AT_WORK:
-                number, each.begun = each.begun, each.begun + 1
-                if blocks := len(each.prompts[number]) // self._digests:
-                    self._keys, each.left = self._keys + 1, each.left + 1
-                    self._at_work[FLAG, self._keys] = each, number
-                    hashes = bytes.fromhex("".join(each.prompts[number][: blocks * self._digests]))
-                    return Wanted((FLAG, self._keys), blocks, hashes, each.announced)
+    @property
+    def count(self) -> int:
+        """Return how many announcements have no request yet."""
+        return len(self._known)
+
+    def add(self, number: int, order: Announce, hashes: bytes, now_ns: int) -> None:
+        """Take an announcement, which may wait for others. `hashes`: `order.hashes` digests of its prompt, joined."""
+        announced = Announced(now_ns, now_ns + order.ttl_ms * 1_000_000)
+        new = _Announcement(order, hashes, announced, order.hashes // self._block_hashes)
+        self._known[number] = new
+        self._lengths[len(hashes)].add(number)
+        if not new.blocks:
+            self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
+        elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
+            text = f"an engine with several KV groups stages whole prompts: blocks={new.blocks} max={most}"
+            self._over(number, "rejected", text)
+        elif sum(each.stage in (Stage.WAITING, Stage.AT_WORK) for each in self._known.values()) > MAX_WAITING:
+            self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
+        else:
+            heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
+            if len(self._known) > MAX_KNOWN:
+                done = next(key for key, each in self._known.items() if each.stage is Stage.DONE)
+                self._over(done, "expired", "forgotten for newer announcements")
+
+    def next_wanted(self, now_ns: int) -> Wanted | None:
+        """Return the most urgent prompt to hint; None while enough are at work."""
+        while self._waiting and len(self._at_work) < AT_WORK:
+            number = self._waiting[0][2]
+            if (each := self._known.get(number)) is None:
+                heapq.heappop(self._waiting)
+                continue
+            wanted = min(each.blocks, each.order.most_blocks)
+            left = self._room_now() - self.blocks
+            if left < wanted and self._asking:
+                return None  # until the store said what is there already
+            heapq.heappop(self._waiting)
+            if left <= 0 or (left < wanted and not self._partial):
+                text = "no room until other announcements have their requests, or their time is over"
+                self._over(number, "rejected", f"{text}: blocks={wanted} left={max(0, left)}")
+                continue
+            each.stage, each.planned, self._keys = Stage.AT_WORK, min(wanted, left), self._keys + 1
+            self._at_work[FLAG, self._keys] = number
+            hashes = each.hashes[: each.planned * self._block_hashes * each.order.hash_bytes]
+            announced = Announced(now_ns, each.announced.until_ns)
+            return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None
+
+    @property
+    def _asking(self) -> bool:
+        at_work = (self._known.get(number) for number in self._at_work.values())
+        return any(each is not None and not each.looked_up for each in at_work)
+
+    def _room_now(self) -> int:
+        if len(self._useful) >= ENOUGH and 2 * sum(self._useful) < len(self._useful):
+            return max(1, self._room // VAIN_SHARE)
+        return self._room
 
     def looked_up(self, request: Request, blocks: int, *, unavailable: bool) -> None:
         """The store has so many leading blocks of it; `unavailable`: it did not say."""
-        if (at := self._at_work.get(request.key)) is None:
+        if (number := self._at_work.get(request.key)) is None or (each := self._known.get(number)) is None:
             return
-        announcement, number = at
         if unavailable:
-            self._drop(announcement, "the store does not answer")
+            self._over(number, "rejected", "the store does not answer")
             return
-        announcement.found[number] = blocks
-        announcement.counts["absent"] += len(announcement.prompts[number]) // self._digests - blocks
+        each.looked_up, each.found = True, blocks
+        each.staged = min(blocks, request.prompt.in_blocks(request.issued))
+        if not blocks:
+            self._over(number, "missing")
+        else:
+            clipped = each.planned < each.blocks
+            bound = f"blocks={each.blocks} max={each.planned}" if clipped else ""
+            self._outcomes.append((number, each.outcome("clipped" if clipped else "accepted", bound)))
 
     def ended(self, request: Request) -> None:
         """Its blocks are staged, as far as they came."""
-        if (at := self._at_work.pop(request.key, None)) is None:
+        if (number := self._at_work.pop(request.key, None)) is None or (each := self._known.get(number)) is None:
             return
-        announcement, number = at
         ready = request.prompt.in_blocks(request.ready)
-        fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
-        left = "no_room" if request.failure in (None, Failure("no_room")) else "failed"
-        announcement.counts.update(
-            {"staged": ready - fetched, "fetched": fetched, left: announcement.found[number] - ready}
-        )
-        announcement.left -= 1
+        each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
+        each.staged, left = ready - each.fetched, each.found - ready  # others fetched blocks of it meanwhile
+        if request.failure in (None, Failure("no_room")):
+            each.no_room = left
+        else:
+            each.failed = left
+        each.stage = Stage.DONE
+        self._outcomes.append((number, each.outcome("completed")))
+
+    def arrived(self, hashes: memoryview, hash_bytes: int) -> Met | None:
+        """A request with these digests, joined, was hinted: return the longest announcement that it had.
+
+        A prompt may be announced with its last token's block, which no request loads.
+        """
+        found: Met | None = None
+        for length, known in list(self._lengths.items()):
+            stop = min(length, len(hashes))
+            if length - stop > self._block_hashes * hash_bytes or stop < hash_bytes:
+                continue
+            last = bytes(hashes[stop - hash_bytes : stop])
+            for number in [each for each in known if self._known[each].hashes[stop - hash_bytes : stop] == last]:
+                each = self._known[number]
+                if found is None or each.blocks > found.blocks:
+                    found = Met(each.announced.since_ns, each.blocks)
+                self._over(number, "used" if each.stage is Stage.DONE else "late")
+        return found
 
     def late(self, now_ns: int) -> list[Key]:
-        """Return the requests that wait in vain for a turn, to be stopped; their announcements begin no more."""
-        late = [each for each in self._announcements if now_ns >= each.patience_ns]
-        for each in late:
-            rest, each.begun = each.prompts[each.begun :], len(each.prompts)
-            each.counts["no_room"] += sum(len(prompt) // self._digests for prompt in rest)
-        return [key for key, (each, _) in self._at_work.items() if each in late]
+        """End the announcements whose time is over; return the requests of theirs that are to be stopped."""
+        over = [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]
+        for number in over:
+            self._over(number, "expired")
+        return [key for key, number in self._at_work.items() if number in over]
 
     def stop(self, why: str) -> None:
         """Refuse all of it: the engine goes, or its blocks are void."""
-        while self._announcements:
-            self._drop(self._announcements[0], why)
+        for number in list(self._known):
+            self._over(number, "rejected", why)
 
-    def next_answer(self) -> Answer | None:
-        """Return a refusal, or the answer to an announcement all of whose prompts have ended."""
-        if self._refusals:
-            return self._refusals.popleft()
-        done = next((each for each in self._announcements if each.begun == len(each.prompts) and not each.left), None)
-        if done is None:
-            return None
-        self._announcements.remove(done)
-        message = self._about.model_copy(update={"found": done.found, **done.counts})
-        return Answer(done.number, done.name, message, done.counts)
+    def next_outcome(self) -> tuple[int, Outcome] | None:
+        """Return what became of an announcement, by its number; None: there is no more to say now."""
+        return self._outcomes.popleft() if self._outcomes else None
 
-    def _drop(self, announcement: _Announcement, why: str) -> None:
-        self._announcements.remove(announcement)
-        self._at_work = {key: at for key, at in self._at_work.items() if at[0] is not announcement}
-        self._refuse(announcement, why)
-
-    def _refuse(self, announcement: _Announcement, text: str) -> None:
-        answer = Answer(announcement.number, announcement.name, Report(ok=False, text=text), Counter())
-        self._refusals.append(answer)
+    def _over(self, number: int, outcome: str, reason: str = "") -> None:
+        each = self._known.pop(number)
+        self._lengths[len(each.hashes)].discard(number)
+        if not self._lengths[len(each.hashes)]:
+            del self._lengths[len(each.hashes)]
+        each.stage = Stage.OVER
+        if each.fetched and outcome in ("used", "late", "expired"):
+            self._useful.append(outcome != "expired")
+        self._outcomes.append((number, each.outcome(outcome, reason)))

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
 from ...shmring.wire import records
-from ...shmring.wire.admin import MAX_WARM_DIGESTS, Report, Warm
+from ...shmring.wire.admin import Announce, Outcome
 from ...shmring.wire.attach import Mapped, Reset, ResetDone
-from ...shmring.wire.codec import Message
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
 from ..planning.requests import Key, Request
@@ -175,7 +174,7 @@ class Epoch(EpochCalls):
         now = self._services.clock_ns()
         prompt = self._prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
-        self.traces.begin(key, hint, now)
+        self.traces.begin(key, hint, now, self.ahead.arrived(hint.hashes, hint.hash_bytes))
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self._mode == "off":
@@ -212,18 +211,13 @@ class Epoch(EpochCalls):
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
-    def warm(self, order: Warm, reply: Callable[[Message], None]) -> None:
-        """Stage prompts that no request wants yet. Raises ProtocolError for an announcement that is out of bounds."""
-        if (count := sum(map(len, order.chains))) > MAX_WARM_DIGESTS:
-            raise ProtocolError(f"too many hashes in one announcement: hashes={count} max={MAX_WARM_DIGESTS}")
-        if lengths := next((each for each in (set(map(len, chain)) for chain in order.chains) if len(each) > 1), None):
-            raise ProtocolError(f"hashes of one prompt differ in length: bytes={sorted(each // 2 for each in lengths)}")
-        if self._mode != "on":
-            reply(Report(ok=False, text=f"nothing is staged for this engine now: mode is {self._mode}"))
-            return
+    def announce(self, order: Announce, hashes: bytes, reply: Callable[[Outcome], None]) -> None:
+        """Stage a prompt that no request wants yet; `reply` gets what becomes of it, more than once."""
         self._announcements += 1
-        self._replies[self._announcements] = reply
-        self.ahead.add(self._announcements, order, self._services.clock_ns())
+        self._replies[self._announcements] = order, reply
+        self.ahead.add(self._announcements, order, hashes, self._services.clock_ns())
+        if self._mode != "on":
+            self.ahead.stop(f"nothing is staged for this engine now: mode={self._mode}")
         self._carry_on()
 
     def reset(self, reset: Reset) -> None:

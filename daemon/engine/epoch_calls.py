@@ -16,7 +16,7 @@ from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from ..telemetry.logs import threshold
-from ..telemetry.metrics import WARM_RESULTS
+from ..telemetry.metrics import ANNOUNCED_RESULTS
 from ..work.calls import FETCHES, Kind
 from . import transfers
 from .epoch_parts import EpochParts
@@ -133,7 +133,7 @@ class EpochCalls(EpochParts):
             missing = None if answer.unavailable else self.reasons.missing(choice.missing, self._store.aside)
             disk = sum(choice.on_disk[request.issued :])
             work = self.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
-            self.traces.looked_up(request.key, choice.blocks, now_ns, missing, work)
+            self.traces.looked_up(request, choice.blocks, now_ns, missing, work)
             staged, disk = map(request.prompt.in_blocks, (request.issued, disk))
             memory = choice.blocks - request.prompt.local_blocks - staged - disk
             for medium, count in (("staging", staged), ("memory", memory), ("disk", disk)):
@@ -232,9 +232,10 @@ class EpochCalls(EpochParts):
     def _hint_ahead(self, now_ns: int) -> bool:
         """Plan announced prompts; False if none waits to be planned."""
         hinted = False
-        while (wanted := self.ahead.next_wanted()) is not None:
+        while (wanted := self.ahead.next_wanted(now_ns)) is not None:
             prompt = self._prompt(wanted.hashes, range(wanted.blocks))
-            self._look_up(self.planner.hint(wanted.key, prompt, 0, now_ns, wanted.announced), now_ns)
+            request = self.planner.hint(wanted.key, prompt, wanted.priority, wanted.due_ns, wanted.announced)
+            self._look_up(request, now_ns)
             hinted = True
         return hinted
 
@@ -244,13 +245,21 @@ class EpochCalls(EpochParts):
         return Prompt(self.groups, hashes, blocks, room=room, staged=planned.holds)
 
     def _reply(self) -> None:
-        while (answer := self.ahead.next_answer()) is not None:
-            for result, count in answer.counts.items():
-                self.counters.add("warmed_blocks", count, result)
-            if answer.counts:
-                counts = {f"{result}_blocks": answer.counts[result] for result in WARM_RESULTS}
-                self._log.info("warm.done", name=answer.name, **counts)
-            self._replies.pop(answer.number)(answer.message)
+        """Say what became of announcements, and write a line about each one that is over."""
+        while (told := self.ahead.next_outcome()) is not None:
+            number, outcome = told
+            order, reply = self._replies[number]
+            reply(outcome)
+            if not outcome.last:
+                continue
+            del self._replies[number]
+            self.counters.add("announcements", 1, outcome.outcome)
+            if outcome.outcome != "rejected":  # each costs its caller a line, and the log none
+                counts = {result: getattr(outcome, result) for result in ANNOUNCED_RESULTS}
+                for result, count in counts.items():
+                    self.counters.add("announced_blocks", count, result)
+                blocks = {f"{result}_blocks": count for result, count in counts.items()}
+                self._log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...shmring.wire.admin import Announce, Outcome
 from ...shmring.wire.codec import Message
 from ..config.model import Mode
 from ..planning.planner import Planner
@@ -22,7 +23,7 @@ from ..telemetry.waits import LostWaits
 from ..work.calls import Call, Caller, Kind
 from ..work.pools import Pools
 from . import transfers
-from .ahead import Ahead, about
+from .ahead import Ahead
 from .channel import Channel
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
@@ -92,7 +93,8 @@ class EpochParts(Caller):
         self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
         self._put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         self.channel.credits.grant(self.saver.next_grant(saving=True))
-        self.ahead = Ahead(about(engine, self.number))
+        room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
+        self.ahead = Ahead(engine.groups.unit_tokens // engine.groups.hash_tokens, room, partial=engine.groups.partial)
         self.promotions = Promotions(
             memory.layout.slot_count,
             memory.layout.device_slots,
@@ -105,7 +107,7 @@ class EpochParts(Caller):
         self.heard_ns = 0  # when the last record came
         self._mode: Mode = "on"
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
-        self._replies: dict[int, Callable[[Message], None]] = {}  # to announcements, by number
+        self._replies: dict[int, tuple[Announce, Callable[[Outcome], None]]] = {}  # of announcements, by number
         self._announcements = 0
         self.send: Callable[[Message], None] = lambda _: None
 

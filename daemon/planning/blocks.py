@@ -40,7 +40,7 @@ class Blocks:
         self.sole: dict[int, int] = {}  # request number -> blocks that only this request pins
         self.sole_changed: set[int] = set()  # numbers that came into `sole`; Victims empties it
         self.wasted = [0, 0]  # blocks of each lane
-        self.unused = 0  # idle blocks that no request loaded; warmed ones aside
+        self.unused = 0  # idle blocks that no request loaded; announced ones aside
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -101,7 +101,7 @@ class Blocks:
     def take_slots(self, most: int, announced: Announced | None = None) -> array[int]:
         """Take free slots, then those of the least recently used blocks.
 
-        For an announced request, up to a block of an announcement that counted when this one came.
+        For an announced request, up to a block of an announcement that counted when this one was planned.
         """
         until_ns = math.inf if announced is None else announced.since_ns
         slots = self._free[: -most - 1 : -1]

@@ -104,6 +104,9 @@ FIELDS: dict[str, Field] = {
     "missing_blocks": Field("number", "blocks that were missing when the engine ceased to wait for all; 0: it did not"),
     "recompute_ms": Field("number?", "what recomputing these cost the engine, as it judged; null: it waited for all"),
     "hidden_fraction": Field("number?", "share of look-up and transfer that made no scheduler wait; null: no fetch"),
+    "announced_ms": Field("number?", "how long before it arrived its prompt was announced; null: it was not"),
+    "announced_blocks": Field("integer", "leading blocks that were announced"),
+    "announced_staged": Field("integer", "of these, blocks that were in staging when the request was looked up"),
     "medium": Field("string?", "`memory` or `disk`: where the store had most of what it lacked; null: nowhere"),
     "store_bytes_s": Field(
         "number?", "bytes per second that all fetches of this medium got while it waited for its own; null: none ran"
@@ -148,7 +151,7 @@ FIELDS: dict[str, Field] = {
     "fetched_blocks": Field("integer", "blocks fetched into staging"),
     "staged_blocks": Field("integer", "blocks that were in staging already, or on their way there"),
     "absent_blocks": Field("integer", "blocks that the store did not have, or had not all before them"),
-    "no_room_blocks": Field("integer", "blocks that found no spare room, or no turn"),
+    "no_room_blocks": Field("integer", "blocks that found no spare room"),
     "saved_blocks": Field("integer", "blocks put into the store"),
     "saved_again_blocks": Field("integer", "of these, blocks that the engine had stored before: evicted, or purged"),
     "lost_saves": Field("integer", "blocks that were to be saved and were not"),
@@ -157,7 +160,7 @@ FIELDS: dict[str, Field] = {
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
-    "slots_unused": Field("integer", "of these, slots whose block no request loaded yet; warmed ones aside"),
+    "slots_unused": Field("integer", "of these, slots whose block no request loaded yet; announced ones aside"),
     "name": Field("string", "of the announcement, as its sender gave it"),
     "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
     "slots_lost": Field("integer", "slots that are never used again: Mooncake may still write to them (`slots.lost`)"),
@@ -297,8 +300,13 @@ EVENTS: dict[str, Event] = {
     "fetch.slow": Event("warning", "Fetches, or puts, got far less from the store than in the hour before; once a "
                         "minute.", ("path", "bytes_s", "hour_bytes_s")),
     "fetch.done": Event("debug", "A fetch came back.", ("blocks", "good_blocks", "bytes", "duration_ms")),
-    "warm.done": Event("info", "An announcement of `kvprefetchd warm` ended; a long list has several.",
-                       ("name", "staged_blocks", "fetched_blocks", "absent_blocks", "no_room_blocks", "failed_blocks")),
+    "door.closed": Event("warning", "The HTTP door has no Unix socket: nobody can announce prompts; all else works.",
+                         ("error",)),
+    "door.failed": Event("warning", "The process of the HTTP door ended, or cannot be started; the next connection "
+                         "starts another one.", ("error",), floods=True),
+    "announcement.done": Event("info", "A prompt that was announced before its request: the request came, or will not.",
+                               ("name", "outcome", "staged_blocks", "fetched_blocks", "absent_blocks",
+                                "no_room_blocks", "failed_blocks")),
     "copy.done": Event("debug", "Staged blocks were copied to device memory, or could not be.",
                        ("blocks", "duration_ms")),
     "device.ready": Event("info", "From now on the daemon copies staged blocks to device memory.",

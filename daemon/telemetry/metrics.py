@@ -20,8 +20,9 @@ from .events import EVENTS, Ending
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
-# Results of a block that an operator warms, as the message Warmed names them.
-WARM_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
+# Results of a block that is announced, as the message Outcome names them, and the last outcomes of an announcement.
+ANNOUNCED_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
+ANNOUNCED = ("used", "late", "expired", "missing", "rejected")
 OTHER = "other"
 WAITED = (*(each.value for each in (Ending.LOADED, Ending.LATE, Ending.RECOMPUTED, Ending.MISS)), OTHER)
 # Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
@@ -67,7 +68,12 @@ CATALOGUE: dict[str, Described] = {
     "wasted_bytes": _counter(
         "Of these, bytes that no request loaded before their slot was reused or their engine left", _MEDIUM
     ),
-    "warmed_blocks": _counter("Blocks that `kvprefetchd warm` listed, by result", ("result",)),
+    "announcements": _counter(
+        "Prompts announced before their requests, by their last outcome; expired: no request came",
+        ("outcome",),
+        values=ANNOUNCED,
+    ),
+    "announced_blocks": _counter("Blocks of announced prompts, by result", ("result",)),
     "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer"),
     "hidden_seconds": _counter("Of these, the part that made no scheduler wait"),
     "saved_blocks": _counter("Blocks put into the store"),
@@ -97,7 +103,7 @@ CATALOGUE: dict[str, Described] = {
         _ENGINE_USE,
     ),
     "unused_blocks": _gauge(
-        "Of the idle slots, those whose block no request loaded yet; warmed ones aside", _ENGINE, of="slots_unused"
+        "Of the idle slots, those whose block no request loaded yet; announced ones aside", _ENGINE, of="slots_unused"
     ),
     "device_slots": _gauge(
         "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
@@ -134,7 +140,7 @@ CATALOGUE: dict[str, Described] = {
 _VALUES = {
     "outcome": tuple(ending.value for ending in Ending),
     "tier": MEDIA,
-    "result": WARM_RESULTS,
+    "result": ANNOUNCED_RESULTS,
     "event": tuple(name for name, event in EVENTS.items() if event.level in ("warning", "error")),
 }
 USES = {  # the number of an engine for each `use`

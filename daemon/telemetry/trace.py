@@ -36,11 +36,18 @@ class Missing(NamedTuple):
     owners: str = ""
 
 
+class Met(NamedTuple):
+    """The announcement that a request had: since when (CLOCK_MONOTONIC ns), of how many blocks."""
+
+    since_ns: int
+    blocks: int
+
+
 class Trace:
     """Collects the times of one hinted request (CLOCK_MONOTONIC nanoseconds; 0: did not happen)."""
 
-    def __init__(self, hint: Hint, seen_ns: int, kv_groups: int = 1) -> None:
-        self.kv_groups = kv_groups
+    def __init__(self, hint: Hint, seen_ns: int, kv_groups: int = 1, met: Met | None = None) -> None:
+        self.kv_groups, self.met = kv_groups, met
         self.request_id = hint.request_id
         self.arrived_ns = hint.arrival_ns
         self.hint_seen_ns = seen_ns
@@ -54,6 +61,7 @@ class Trace:
         self.before = Work()  # at the look-up's answer
         self.after: Work | None = None  # when the last block was published, or given up
         self.answered_ns = 0
+        self.staged_blocks = 0  # when it was looked up
 
     def fields(
         self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int, work: Work
@@ -111,6 +119,9 @@ class Trace:
             "unseen_ms": round(unseen_ns / 1e6, 3),
             "missing_blocks": done.missing if done is not None else 0,
             "recompute_ms": round(done.cost_ns / 1e6, 3) if done is not None and done.missing else None,
+            "announced_ms": round((self.arrived_ns - self.met.since_ns) / 1e6, 3) if self.met else None,
+            "announced_blocks": self.met.blocks if self.met else 0,
+            "announced_staged": min(self.staged_blocks, self.met.blocks) if self.met else 0,
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
             **self._reasons(request, work),
         }
@@ -145,16 +156,18 @@ class Traces:
         self._traces: dict[Key, Trace] = {}
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
 
-    def begin(self, key: Key, hint: Hint, now_ns: int) -> None:
-        self._traces[key] = Trace(hint, now_ns, self._kv_groups)
+    def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None) -> None:
+        """A hint was read; `met`: the announcement that its request had."""
+        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met)
 
     def asked(self, key: Key, asked_ns: int) -> None:
         if (trace := self._traces.get(key)) is not None:
             trace.asked_ns = asked_ns
 
-    def looked_up(self, key: Key, blocks: int, now_ns: int, missing: Missing | None, work: Work) -> None:
+    def looked_up(self, request: Request, blocks: int, now_ns: int, missing: Missing | None, work: Work) -> None:
         """The store answered; without `missing` it did not, and `blocks` are staged. `work` is that of its lane."""
-        trace = self._traces[key]
+        trace = self._traces[request.key]
+        trace.staged_blocks = request.prompt.local_blocks + request.prompt.in_blocks(request.ready)
         trace.looked_up_ns, trace.found_blocks, trace.missing, trace.before = now_ns, blocks, missing, work
 
     def lane(self, key: Key) -> Lane:

@@ -122,7 +122,7 @@ def picture(record: Record) -> list[str]:
 
 
 def sentence(record: Record) -> str:
-    return _told(record) + _verdict(record)
+    return _told(record) + _verdict(record) + _announced(record)
 
 
 def _told(record: Record) -> str:
@@ -201,6 +201,14 @@ def _verdict(record: Record) -> str:
         return ""
     blocks = "1 missing block" if missing == 1 else f"{missing} missing blocks"
     return f" It waited no longer for all: recomputing {blocks} would cost {number(cost)} ms."
+
+
+def _announced(record: Record) -> str:
+    """Say since when the request was announced, and how much of it was there."""
+    if (before := figure(record, "announced_ms")) is None:
+        return ""
+    staged, blocks = _count(record, "announced_staged"), _count(record, "announced_blocks")
+    return f" It was announced {number(before)} ms before it arrived: {staged} of {blocks} blocks were there."
 
 
 def _ms(record: Record, name: str) -> float | None:

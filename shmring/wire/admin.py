@@ -1,7 +1,7 @@
 """Messages between operators and the daemon on the control socket: questions, admin commands, and their answers.
 
-Only the command line sends them, never an engine, so a change here is no reason for another `PROTOCOL`: an answer may
-have fields that its reader ignores, and a missing field has its default.
+Only the command line and the HTTP door send them, never an engine, so a change here is no reason for another
+`PROTOCOL`: an answer may have fields that its reader ignores, and a missing field has its default.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field
 
 from .checks import Packet
 
-MAX_WARM_DIGESTS = 480  # of one Warm message, which must fit a packet
 MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
 
 
@@ -98,51 +97,92 @@ class Removed(Packet):
     failed: int = 0
 
 
-Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
+class Caller(Packet):
+    """The user for whom the process of the HTTP door asks, as the kernel knows it: user id and groups."""
+
+    uid: int = Field(ge=0, le=(1 << 32) - 1)
+    groups: list[int] = Field(max_length=256)
 
 
-class Warm(Packet):
-    """Announce prompts to an attached engine: to any for an operator, to one of their own user for others.
+class EngineQuery(Packet):
+    """Ask which attached engine a prompt is for, and how it hashes blocks. The answer is an Engine, or a Report.
 
-    The answer is Warmed, or a Report of a refusal. Each chain is a prefix's block hashes in hex, in order; all together
-    at most MAX_WARM_DIGESTS, of one length in each chain. `engine` may be missing where one is attached. Without
-    `chains` the message only asks for the engine's fields of the answer. Until the deadline what it stages makes room
-    for requests, and for no other announcement. The log has its `name`.
+    `engine`: its id, or the start of one.  `model`: as the engine's keys name it.  `dp_rank`: of data parallelism.
+    Each may be missing: what is given must fit one engine alone.  Only root and the daemon's user may name a `caller`.
     """
 
-    type: Literal["warm"] = "warm"
-    name: str = Field(pattern=r"^[\w.:-]{1,64}$")
-    deadline_ms: int = Field(default=600_000, ge=1, le=3_600_000)
+    type: Literal["engine_query"] = "engine_query"
+    caller: Caller | None = None
     engine: str = Field(default="", max_length=256)
-    chains: list[Annotated[list[Digest], Field(min_length=1)]] = Field(
-        default_factory=list, max_length=MAX_WARM_DIGESTS
-    )
+    model: str = Field(default="", max_length=1024)
+    dp_rank: int | None = Field(default=None, ge=0, le=1 << 20)
 
 
-class Warmed(Packet):
-    """The result of a Warm message, and how the engine hashes blocks (see SchedulerInfo), one hash each `hash_tokens`.
+class Engine(Packet):
+    """An attached engine, as one announces prompts to it: tokens and bytes of a block, and how it hashes blocks.
 
-    `whole_prompts`: it has several KV groups, so a part of a chain is of no use.
-
-    `found` counts, for each chain, the leading blocks that are in staging or in the store. Of these, some were `staged`
-    already or are `fetched` now, found `no_room`, or `failed` to arrive; `absent` blocks are in neither, or behind one.
+    It hashes each `hash_tokens` (see SchedulerInfo).  `max_blocks`: of one prompt.
     """
 
-    type: Literal["warmed"] = "warmed"
+    type: Literal["engine"] = "engine"
     engine: str
     epoch: int
     block_tokens: int
+    block_bytes: int
+    max_blocks: int
     hash_tokens: int
-    whole_prompts: bool = False
     hash_algorithm: str
     hash_start: str = ""
     hash_probe: str
-    found: list[int] = Field(default_factory=list)
+
+
+class Announce(Packet):
+    """Announce a prompt to an attached engine: a descriptor beside the message has its digests, joined (a memfd).
+
+    Only the process of the HTTP door may send it: root, or the daemon's user.  Each Outcome carries its `number`.  The
+    log has its `name`.  The request is expected in `expected_ms`, and after `ttl_ms` no more.  `most_blocks`: to stage.
+    """
+
+    type: Literal["announce"] = "announce"
+    caller: Caller
+    number: int = Field(ge=0, le=(1 << 63) - 1)
+    name: str = Field(max_length=256)
+    engine: str = Field(max_length=256)
+    epoch: int
+    hashes: int = Field(ge=1, le=1 << 20)
+    hash_bytes: int = Field(ge=1, le=64)
+    expected_ms: int = Field(default=0, ge=0, le=3_600_000)
+    ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
+    priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)
+    most_blocks: int = Field(default=1 << 20, ge=1, le=1 << 20)
+
+
+class Outcome(Packet):
+    """One step of an announcement.
+
+    First it is rejected, missing (the store has nothing of it), accepted, or clipped (a bound cut it), then completed.
+    Once its request comes it was used, or late: not all was there yet.  Without one it is expired.
+
+    Blocks: `asked` as announced; of these, `staged` already, `started` to be fetched, `absent` in the store; of the
+    started ones, once it is completed, `fetched`, or without `room`, or `failed`.
+    """
+
+    type: Literal["outcome"] = "outcome"
+    number: int
+    outcome: Literal["accepted", "clipped", "missing", "rejected", "completed", "used", "late", "expired"]
+    reason: str = ""
+    asked: int = 0
     staged: int = 0
-    fetched: int = 0
+    started: int = 0
     absent: int = 0
+    fetched: int = 0
     no_room: int = 0
     failed: int = 0
+
+    @property
+    def last(self) -> bool:
+        """Whether no other outcome follows."""
+        return self.outcome in ("rejected", "missing", "used", "late", "expired")
 
 
 class Report(Packet):

@@ -34,8 +34,8 @@ def first_error(error: ValidationError, model: type[BaseModel] | None = None) ->
     key = ".".join(str(part) for part in item["loc"]) or "value"
     text = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
     if model is not None and (field := model.model_fields.get(key)) and {"ge", "le"} & item.get("ctx", {}).keys():
-        least, most = (getattr(each, name) for name in ("ge", "le") for each in field.metadata if hasattr(each, name))
-        text = f"should be {least} to {most}"
+        bounds = [getattr(each, name) for name in ("ge", "le") for each in field.metadata if hasattr(each, name)]
+        text = f"should be {bounds[0]} to {bounds[1]}" if len(bounds) == 2 else text
     message = text[0].lower() + text[1:]
     return f"{key}: {message}" + ("" if item["type"] == "missing" else f": {key}={shown(item['input'])}")
 

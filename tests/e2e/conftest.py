@@ -200,16 +200,16 @@ def whole_blocks(prompt: list[int]) -> int:
 def warmed_prompts_are_hits(
     site: Site, engine: Engine, prompts: list[list[int]], right: list[list[int]], file: Path
 ) -> Any:
-    """`kvprefetchd warm` with prompts: their requests fetch nothing, and give the same tokens. Returns its counts."""
+    """`kvprefetchd prefetch` with prompts: their requests fetch nothing, and tokens stay. Returns its counts."""
     assert engine.run(prompts).tokens == right
     site.fresh(engine)
-    file.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+    file.write_text("".join(json.dumps({"token_ids": prompt}) + "\n" for prompt in prompts))
     before = len(site.daemon.records("request.done"))
     engine_id = str(site.daemon.records("engine.attached")[-1]["engine"])
-    result = kvprefetchd("warm", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
+    result = kvprefetchd("prefetch", file, "--engine", engine_id, "--json", "--socket", site.daemon.socket)
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout)
-    assert counts["absent"] == 0
+    assert counts["missing"] == 0
     site.assert_idle()
     served(engine.run(prompts), right, hits(prompts))
     assert site.daemon.wait_record("request.done", count=before + len(prompts)) is not None

@@ -1,7 +1,8 @@
 """Prints the tables of the documents from the catalogues and configuration models in the code.
 
 `.venv-check/bin/python -m tests.support.documents TABLE`, with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
-`connector` or `daemon` (docs/reference/configuration.md), `exits` (docs/reference/command-line.md), or `chart`
+`connector` or `daemon` (docs/reference/configuration.md), `exits` (docs/reference/command-line.md), `openapi`
+(docs/reference/openapi.json), or `chart`
 (charts/kvprefetchd/values.schema.json).
 `.venv/bin/python` does it, too.
 """
@@ -20,6 +21,7 @@ from kvprefetch.daemon.cli.common import default_text, kind_of
 from kvprefetch.daemon.cli.help_page import EXITS, Group
 from kvprefetch.daemon.cli.main import build
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
+from kvprefetch.daemon.door.openapi import describe
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
@@ -140,6 +142,7 @@ TABLES = {
     "connector": connector,
     "daemon": daemon,
     "exits": exits,
+    "openapi": lambda: json.dumps(describe(), indent=1) + "\n",
     "chart": chart,
 }
 

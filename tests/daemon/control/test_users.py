@@ -144,7 +144,7 @@ def test_users_that_may_share_have_the_same_keys(both: Serve, tmp_path: Path) ->
 
 
 def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Callable[..., str]) -> None:
-    daemon, chains = both(), [["01" * 32]]
+    daemon = both()
     path = daemon.socket
     victim_of(daemon)
     seen = ask(path, admin.StatusQuery(), admin.Status)
@@ -152,7 +152,7 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     assert ask(path, admin.StatQuery(), admin.Segments).engines == []
     for request in (
         admin.Remove(keys=["u0@llama@tp_rank:0@00"]),
-        admin.Warm(name="list", engine="victim", chains=chains),
+        admin.EngineQuery(engine="victim"),
     ):
         assert not ask(path, request, admin.Report).ok
     ask(path, admin.SetMode(mode="off"), Refused)
@@ -167,8 +167,9 @@ def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Calla
     attach(path, "mistral", "mine")
     assert "mine: mistral, " in (text := shown("status"))
     assert "victim" not in text
-    warmed = ask(path, admin.Warm(name="list", chains=chains), admin.Warmed)
-    assert (warmed.engine, warmed.absent) == ("mine", 1)
+    assert ask(path, admin.EngineQuery(), admin.Engine).engine == "mine"
+    for_another = admin.EngineQuery(caller=admin.Caller(uid=0, groups=[]))
+    assert "only root and the daemon's user ask for others" in ask(path, for_another, Refused).error
     assert ask(path, admin.Remove(keys=[f"u{OTHER}@mistral@tp_rank:0@00"]), admin.Removed).removed == 0
     assert {each["engine"] for each in ask_daemon(path).engines} == {"victim", "mine"}
 

@@ -23,11 +23,18 @@ from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.kv.groups import Groups
+from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import ONE_GROUP, EngineSide, EngineSpec, Key
 
 SECOND_NS = 1_000_000_000
+
+
+def announced(names: str) -> admin.Announce:
+    """Return the announcement of a prompt with a block for each letter."""
+    caller, size = admin.Caller(uid=0, groups=[]), len(digest("a"))
+    return admin.Announce(caller=caller, number=1, name="m", engine="e", epoch=1, hashes=len(names), hash_bytes=size)
 
 
 class Pools:

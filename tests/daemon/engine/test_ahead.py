@@ -1,21 +1,32 @@
-"""Announcements, without a daemon: the room that they take, the requests that they wait for, and their answers."""
+"""Announcements, without a daemon: the room that they take, the requests that they wait for, and their outcomes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import count
+from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.engine.ahead import AT_WORK, MAX_WAITING, PATIENCE_NS, Ahead
+from kvprefetch.daemon.engine.ahead import AT_WORK, ENOUGH, MAX_KNOWN, MAX_WAITING, VAIN_SHARE, Ahead, Wanted
 from kvprefetch.daemon.planning.requests import Failure, Request
 from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.daemon.telemetry.trace import Met
 from kvprefetch.kv.prompts import Prompt
-from kvprefetch.shmring.wire.admin import Report, Warm, Warmed
-from kvprefetch.shmring.wire.codec import Message
+from kvprefetch.shmring.wire.admin import Announce, Caller, Outcome
 from tests.daemon.planning.support import ONE_GROUP, FlagsModel, Planner, block, digests, hint, hit, run, shown
 
-ABOUT = Warmed(engine="e", epoch=1, block_tokens=32, hash_tokens=32, hash_algorithm="", hash_probe="")
+MS = 1_000_000
+
+
+def announced(number: int, name: str, **fields: Any) -> Announce:
+    caller, size = Caller(uid=0, groups=[]), len(digests("a"))
+    return Announce(
+        caller=caller, number=number, name=name, engine="e", epoch=1, hashes=len(name), hash_bytes=size, **fields
+    )
+
+
+def joined(name: str) -> bytes:
+    return b"".join(map(digests, name))
 
 
 class Setup:
@@ -29,28 +40,32 @@ class Setup:
         self.silent = False
         self.asked: list[str] = []
         self.waiting: list[Request] = []
-        self.ahead = Ahead(ABOUT)
-        self.replies: list[Message] = []
-        self.totals: Counter[str] = Counter()
+        self.ahead = Ahead(1, slots, partial=True)
+        self.told: list[tuple[str, Outcome]] = []  # by the prompt
+        self.names: dict[int, str] = {}
         self.numbers = count(1)
 
     def carry_on(self) -> None:
         """Plan, look up, end and answer what there is, as an epoch does after every event."""
         while True:
-            while (wanted := self.ahead.next_wanted()) is not None:
-                blocks = range(wanted.blocks)
-                prompt = Prompt(ONE_GROUP, wanted.hashes, blocks, room=0, staged=self.planner.blocks.holds)
-                self.waiting.append(self.planner.hint(wanted.key, prompt, 0, 0, wanted.announced))
-            while self.waiting and not self.silent:
+            while (wanted := self.ahead.next_wanted(self.now)) is not None:
+                self.waiting.append(self.hint(wanted))
+            if self.waiting and not self.silent:
                 self.look_up(self.waiting.pop(0))
+                continue
             if not self.flags.ended:
                 break
             request = self.flags.ended.pop(0)
             self.planner.finish(request.key)
             self.ahead.ended(request)
-        while (answer := self.ahead.next_answer()) is not None:
-            self.totals.update(answer.counts)
-            self.replies.append(answer.message)
+        while (told := self.ahead.next_outcome()) is not None:
+            number, outcome = told
+            assert outcome.number == number
+            self.told.append((self.names[number], outcome))
+
+    def hint(self, wanted: Wanted) -> Request:
+        prompt = Prompt(ONE_GROUP, wanted.hashes, range(wanted.blocks), room=0, staged=self.planner.blocks.holds)
+        return self.planner.hint(wanted.key, prompt, wanted.priority, wanted.due_ns, wanted.announced)
 
     def look_up(self, request: Request) -> None:
         while names := request.prompt.next(100):
@@ -61,10 +76,17 @@ class Setup:
         choice = self.planner.choose(request)
         self.ahead.looked_up(request, choice.blocks, unavailable=False)
 
-    def announce(self, *prompts: str, deadline_ms: int = 600_000) -> None:
-        chains = [[digests(name).hex() for name in prompt] for prompt in prompts]
-        self.ahead.add(next(self.numbers), Warm(name="list", chains=chains, deadline_ms=deadline_ms), self.now)
+    def announce(self, *prompts: str, **fields: int) -> None:
+        for name in prompts:
+            number = next(self.numbers)
+            self.names[number] = name
+            self.ahead.add(number, announced(number, name, **fields), joined(name), self.now)
         self.carry_on()
+
+    def arrive(self, name: str) -> Met | None:
+        met = self.ahead.arrived(memoryview(joined(name)), len(digests("a")))
+        self.carry_on()
+        return met
 
     def fetch(self, *, fail: str = "") -> list[str]:
         """Carry out every fetch that is due while nothing else is; the blocks of each."""
@@ -84,11 +106,14 @@ class Setup:
             self.planner.stop(key)
         self.carry_on()
 
-    def last(self) -> dict[str, int]:
-        answer = self.replies[-1]
-        assert isinstance(answer, Warmed), answer
+    def last(self) -> tuple[str, dict[str, int]]:
+        """Return the newest outcome and the blocks that are not none."""
+        _, outcome = self.told[-1]
         names = ("staged", "fetched", "absent", "no_room", "failed")
-        return {name: count for name in names if (count := getattr(answer, name))}
+        return outcome.outcome, {name: found for name in names if (found := getattr(outcome, name))}
+
+    def outcomes(self, name: str) -> list[str]:
+        return [outcome.outcome for prompt, outcome in self.told if prompt == name]
 
     def staged(self, text: str, key: int = 99) -> bool:
         """Whether a hint now finds all of these without a fetch."""
@@ -100,10 +125,10 @@ class Setup:
 def test_the_next_hint_finds_what_was_announced_and_no_request_holds() -> None:
     setup = Setup(held="abc")
     setup.announce("abcd")
+    assert setup.last() == ("accepted", {"absent": 1})
+    assert setup.told[-1][1].started == 3
     assert setup.fetch() == ["ab", "c"], "a quarter of a call at a time"
-    assert setup.last() == {"fetched": 3, "absent": 1}
-    assert isinstance(setup.replies[0], Warmed)
-    assert setup.replies[0].found == [3]
+    assert setup.last() == ("completed", {"fetched": 3, "absent": 1})
     gauges = setup.planner.gauges()
     assert (gauges["blocks_pinned"], gauges["slots_idle"], gauges["requests"]) == (0, 3, 0)
     key = hint(setup.planner, 1, "a", "b", "c")
@@ -117,14 +142,42 @@ def test_what_is_staged_already_is_neither_asked_for_nor_fetched() -> None:
     setup.announce("ab")
     setup.fetch()
     setup.announce("ab")
-    assert setup.last() == {"staged": 2}
-    setup.announce("abc", "ab")
+    assert setup.last() == ("completed", {"staged": 2})
+    setup.announce("abc")
     assert setup.fetch() == ["c"]
-    assert setup.last() == {"staged": 4, "fetched": 1}
     assert setup.asked == ["ab", "c"]
     setup.announce("abx", "aby")
     assert "".join(setup.fetch()) == "xy", "what prompts share is fetched once"
-    assert +setup.totals == {"staged": 10, "fetched": 5}
+
+
+def test_the_request_of_an_announcement_ends_it() -> None:
+    setup = Setup(held="abcdwx")
+    setup.now = 5 * MS
+    setup.announce("abcd", "ab", "wx")
+    setup.fetch()
+    assert setup.arrive("abx") == Met(5 * MS, 2), "the longest announcement that its prompt begins with"
+    assert setup.outcomes("ab") == ["accepted", "completed", "used"]
+    assert setup.outcomes("abcd") == ["accepted", "completed"]
+    assert setup.arrive("abcx") is None, "one block of the announced prompt may be missing: its last one"
+    assert setup.arrive("abc") == Met(5 * MS, 4)
+    assert setup.arrive("wx") == Met(5 * MS, 2)
+    assert setup.arrive("wx") is None
+    assert (setup.ahead.count, setup.ahead.blocks) == (0, 0)
+
+
+def test_a_request_that_comes_before_its_blocks_is_late_and_takes_them_over() -> None:
+    setup = Setup(held="abcd", chunk=4)
+    setup.announce("abcd")
+    first = setup.planner.next_order(ahead=True)
+    assert first is not None
+    assert setup.arrive("abcd") == Met(0, 4)
+    assert setup.outcomes("abcd") == ["accepted", "late"]
+    key = hit(setup.planner, 1, *"abcd")
+    setup.planner.fetched(first.number, [True], 1)
+    assert run(setup.planner) == [["b", "c", "d"]]
+    assert setup.flags.count[key] == 4
+    setup.carry_on()
+    assert setup.outcomes("abcd") == ["accepted", "late"]
 
 
 def test_a_hinted_request_goes_first_and_takes_the_room() -> None:
@@ -137,36 +190,100 @@ def test_a_hinted_request_goes_first_and_takes_the_room() -> None:
     assert setup.planner.next_order(ahead=True) is None, "a request wants its blocks"
     assert run(setup.planner) == [["a", "b", "c", "d"]], "the announced block gives its slot"
     assert setup.fetch() == []
-    assert setup.last() == {"no_room": 4}
+    assert setup.last() == ("completed", {"no_room": 4})
     assert not setup.flags.taken_back
 
 
-def test_it_takes_no_room_of_requests_nor_of_announcements_before_their_deadline() -> None:
+def test_it_takes_no_room_of_requests_nor_of_announcements_before_their_time_is_over() -> None:
     setup = Setup(slots=4, held="stuvwxyz")
     key = hit(setup.planner, 1, "a")
     run(setup.planner)
-    setup.announce("stuv", deadline_ms=1000)
+    setup.announce("stuv", ttl_ms=1000)
     assert setup.fetch() == ["st", "u"]
-    assert setup.last() == {"fetched": 3, "no_room": 1}
+    assert setup.last() == ("completed", {"fetched": 3, "no_room": 1})
     assert setup.flags.count[key] == 1
-    setup.announce("wx")
+    setup.announce("wx", ttl_ms=5000)
     assert setup.fetch() == []
-    assert setup.last() == {"no_room": 2}
-    setup.now = 1_000_000_000
-    setup.announce("sw")
-    assert setup.fetch() == ["w"], "the last block makes room"
-    assert setup.last() == {"staged": 1, "fetched": 1}
-    assert setup.staged("s")
-    assert run(setup.planner) == []
+    assert setup.last() == ("completed", {"no_room": 1})
+    setup.now = 1000 * MS
+    setup.tick()
+    assert setup.outcomes("stuv")[-1] == "expired"
+    setup.announce("wx", ttl_ms=5000)
+    assert setup.fetch() == ["wx"]
+    assert setup.last() == ("completed", {"fetched": 2})
 
 
-def test_a_block_that_a_request_fetched_meanwhile_counts_as_staged() -> None:
+def test_of_what_waits_the_most_urgent_begins_and_a_bound_of_bytes_cuts_it() -> None:
+    setup = Setup(slots=64, held="abcdefgh")
+    setup.silent = True
+    setup.announce(*["h"] * AT_WORK)
+    setup.announce("a", expected_ms=500)
+    setup.announce("b", expected_ms=100)
+    setup.announce("c", expected_ms=900, priority=-1)
+    setup.announce("defg", expected_ms=1000, most_blocks=2)
+    setup.silent = False
+    setup.carry_on()
+    setup.fetch()
+    begun = [name for name, outcome in setup.told if outcome.outcome in ("accepted", "clipped") and name != "h"]
+    assert begun == ["c", "b", "a", "defg"]
+    clipped = next(outcome for name, outcome in setup.told if name == "defg")
+    assert (clipped.outcome, clipped.asked, clipped.started, clipped.reason) == ("clipped", 4, 2, "blocks=4 max=2")
+
+
+def test_what_waits_for_its_request_is_bounded_by_the_room() -> None:
+    setup = Setup(slots=4, held="abcdef")
+    setup.announce("abc", ttl_ms=1000)
+    setup.announce("def", ttl_ms=1000)
+    setup.fetch()
+    assert setup.outcomes("def") == ["clipped", "completed"]
+    assert setup.ahead.blocks == 4
+    setup.announce("x", ttl_ms=1000)
+    assert setup.outcomes("x") == ["rejected"]
+    assert setup.told[-1][1].reason.endswith("blocks=1 left=0")
+    setup.now = 1000 * MS
+    setup.tick()
+    assert setup.ahead.blocks == 0
+
+
+def test_announcing_in_vain_leaves_a_part_of_the_room() -> None:
+    setup = Setup(slots=16, held="abcdefghijklmnopqrstuvwxyz")
+    for name in "abcdefghijklmnop"[:ENOUGH]:
+        setup.announce(name, ttl_ms=1)
+        setup.fetch()
+        setup.now += 2 * MS
+        setup.tick()
+    setup.announce("qrst")
+    assert setup.told[-1][1].started == 16 // VAIN_SHARE
+    setup.fetch()
+    for name in "uvwxyz" * 4:
+        setup.arrive("qrst")
+        setup.announce(name)
+        setup.fetch()
+        setup.arrive(name)
+    setup.announce("qrst")
+    assert setup.outcomes("qrst")[-1] in ("accepted", "completed"), "it was of use since"
+
+
+def test_several_kv_groups_stage_whole_prompts_alone() -> None:
+    ahead = Ahead(1, 4, partial=False)
+    for number, (name, most) in enumerate((("abcde", 9), ("abc", 2), ("abc", 9), ("de", 9))):
+        ahead.add(number, announced(number, name, most_blocks=most), joined(name), 0)
+    refused = [ahead.next_outcome() for _ in range(2)]
+    assert [each[1].reason.rpartition(": ")[2] for each in refused if each] == ["blocks=5 max=4", "blocks=3 max=2"]
+    wanted = ahead.next_wanted(0)
+    assert wanted is not None
+    assert wanted.blocks == 3
+    assert ahead.next_wanted(0) is None, "a part of the last one is of no use: it waits for the look-up of the first"
+
+
+def test_a_block_that_a_request_fetched_meanwhile_is_not_fetched_twice() -> None:
     setup = Setup(held="ab")
     setup.announce("ab")
     key = hit(setup.planner, 1, "a", "b")
-    run(setup.planner)
-    setup.fetch()
-    assert setup.last() == {"staged": 2}
+    assert run(setup.planner) == [["a", "b"]]
+    assert setup.fetch() == []
+    setup.carry_on()
+    assert setup.last()[0] == "completed"
     setup.planner.finish(key)
 
 
@@ -174,27 +291,25 @@ def test_blocks_on_disk_go_in_their_lane() -> None:
     setup = Setup(slots=8, held="a", on_disk="xyz", chunk=32)
     setup.announce("axyz")
     assert setup.fetch() == ["a", "xyz"]
-    assert setup.last() == {"fetched": 4}
+    assert setup.last() == ("completed", {"fetched": 4})
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_block_that_does_not_arrive_leaves_its_slot(late: bool) -> None:
     setup = Setup(held="ab")
     setup.announce("ab")
+    order = setup.planner.next_order(ahead=True)
+    assert order is not None
     if late:
-        order = setup.planner.next_order(ahead=True)
-        assert order is not None
         setup.planner.overdue(order.number, 1, Failure("overdue"))
         setup.carry_on()
-        assert setup.last() == {"failed": 2}
+        assert setup.last() == ("completed", {"failed": 2})
         setup.planner.fetched(order.number, [True] * 2, 2)
-        assert len(setup.replies) == 1
+        assert setup.outcomes("ab") == ["accepted", "completed"]
     else:
-        order = setup.planner.next_order(ahead=True)
-        assert order is not None
         setup.planner.fetched(order.number, [True, False], 1, Failure("corrupt"))
         setup.carry_on()
-        assert setup.last() == {"fetched": 1, "failed": 1}
+        assert setup.last() == ("completed", {"fetched": 1, "failed": 1})
     assert setup.planner.gauges()["slots_free"] == 8 - (not late)
 
 
@@ -209,63 +324,63 @@ def test_a_store_that_does_not_answer_is_a_refusal_and_those_behind_it_go_on() -
     setup.silent = False
     setup.announce("b")
     assert setup.fetch() == ["b"]
-    assert [type(reply) for reply in setup.replies] == [Report, Warmed]
-    assert isinstance(setup.replies[0], Report)
-    assert "store" in setup.replies[0].text
+    assert (setup.outcomes("ab"), setup.outcomes("b")) == (["rejected"], ["accepted", "completed"])
+    assert "store" in setup.told[0][1].reason
     assert setup.planner.gauges()["requests"] == 0
 
 
+def test_what_the_store_lacks_is_missing_and_waits_for_nothing() -> None:
+    setup = Setup(held="x")
+    setup.announce("ab")
+    assert setup.last() == ("missing", {"absent": 2})
+    assert setup.ahead.count == 0
+    assert setup.arrive("ab") is None
+
+
 def test_announcements_are_bounded_and_so_are_the_prompts_at_work() -> None:
-    setup = Setup(slots=64, held="abcdefgh")
+    setup = Setup(slots=2 * MAX_KNOWN, held="abcdefgh")
     setup.silent = True
-    for name in "abcde"[: MAX_WAITING + 1]:
-        setup.announce(*[name] * AT_WORK)
+    setup.announce(*["a"] * MAX_WAITING)
     assert len(setup.waiting) == AT_WORK
     setup.announce("f")
-    assert [type(each) for each in setup.replies] == [Report]
+    assert setup.outcomes("f") == ["rejected"]
+    assert f"max={MAX_WAITING}" in setup.told[-1][1].reason
     setup.silent = False
     setup.carry_on()
     setup.fetch()
-    assert [type(each) for each in setup.replies] == [Report] + [Warmed] * (MAX_WAITING + 1)
-
-
-def test_an_announcement_without_a_turn_is_answered_in_time() -> None:
-    setup = Setup(slots=8, held="ab")
-    hit(setup.planner, 1, "x")
-    setup.announce("ab", *["ab"] * AT_WORK)
-    setup.now = PATIENCE_NS - 1
-    setup.tick()
-    assert setup.replies == []
-    setup.now = PATIENCE_NS
-    setup.tick()
-    assert setup.last() == {"no_room": 2 * (AT_WORK + 1)}
+    assert setup.ahead.count == MAX_WAITING
+    for _ in range(MAX_KNOWN - MAX_WAITING + 8):
+        setup.announce("a")
+    assert setup.ahead.count == MAX_KNOWN
+    assert setup.outcomes("a").count("expired") == 8, "the oldest is forgotten"
 
 
 @pytest.mark.parametrize("moment", ["asked", "looked up", "in flight"])
-def test_a_reset_or_the_end_answers_all_announcements(moment: str) -> None:
+def test_a_reset_or_the_end_refuses_all_announcements(moment: str) -> None:
     setup = Setup(held="ab")
     setup.silent = moment == "asked"
-    setup.announce("ab")
-    setup.announce("ba")
+    setup.announce("ab", "ba")
     order = setup.planner.next_order(ahead=True) if moment == "in flight" else None
     setup.planner.reset()
     setup.ahead.stop("its weights changed")
     setup.waiting.clear()
     setup.carry_on()
-    assert [type(reply) for reply in setup.replies] == [Report, Report]
+    assert [setup.outcomes(name)[-1] for name in ("ab", "ba")] == ["rejected"] * 2
     if order is not None:
         setup.planner.fetched(order.number, [True] * 2, 2)
+    said = len(setup.told)
     assert setup.fetch() == []
-    assert len(setup.replies) == 2
+    assert len(setup.told) == said
     assert setup.planner.gauges()["slots_free"] == 8, "void blocks are not kept"
 
 
 def test_its_unused_blocks_are_no_waste_of_prefetch() -> None:
     setup = Setup(slots=2, held="abcdefgh")
     for prompt in ("ab", "cd", "ef"):
-        setup.announce(prompt, deadline_ms=1)
-        setup.now += 2_000_000
+        setup.announce(prompt, ttl_ms=1)
         setup.fetch()
+        setup.now += 2 * MS
+        setup.tick()
     assert setup.planner.blocks.wasted == [4, 0]
     assert setup.planner.gauges()["slots_unused"] == 0
     key = hit(setup.planner, 1, "e", "f")

@@ -16,11 +16,11 @@ from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.call_size import CALL_NS
 from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
 from kvprefetch.kv.prompts import Prompt
-from kvprefetch.shmring.wire.admin import Warm, Warmed
+from kvprefetch.shmring.wire.admin import Outcome
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, digest, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, announced, block, digest, later_weights, make_epoch
 from tests.support.engine_side import ONE_GROUP
 from tests.support.telemetry import sample
 
@@ -236,9 +236,9 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
     setup.start()
 
 
-def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
-    replies: list[Message] = []
-    setup.epoch.warm(Warm(name="list", chains=[[digest("a").hex()]]), replies.append)
+def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup) -> None:
+    told: list[Outcome] = []
+    setup.epoch.announce(announced("a"), digest("a"), told.append)
     assert setup.calls[-1].kind is Kind.LOOK_UP
     setup.pools.end([Found(b"\1", b"\0")])
     setup.pools.room = False
@@ -251,10 +251,11 @@ def test_what_an_operator_warms_needs_room_too(setup: Setup) -> None:
     assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
     assert [call.kind for call in setup.calls[looking_up:]] == [Kind.FETCH_MEMORY] * 2
     setup.pools.end([OK])
-    [reply] = replies
-    assert isinstance(reply, Warmed)
-    assert reply.fetched == 1
-    assert setup.epoch.counters.metrics.totals("warmed_blocks")["fetched"] == 1
+    assert [(each.outcome, each.fetched) for each in told] == [("accepted", 0), ("completed", 1)]
+    setup.want((1, 1), "a")
+    assert (told[-1].outcome, told[-1].last) == ("used", True)
+    assert setup.epoch.counters.metrics.totals("announced_blocks")["fetched"] == 1
+    assert setup.epoch.counters.metrics.totals("announcements")["used"] == 1
 
 
 def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it(setup: Setup) -> None:

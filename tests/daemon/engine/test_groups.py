@@ -21,10 +21,9 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.work.calls import Kind as CallKind
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.flags import Flag
-from kvprefetch.shmring.wire.admin import Warm
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, give_back, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, announced, digest, give_back, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 from tests.support.engine_side import BLOCK_TOKENS
 
@@ -320,11 +319,14 @@ def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup
 def test_an_announced_prompt_is_staged_whole_and_no_request_holds_it(setup: Setup) -> None:
     answers: list[Any] = []
     setup.names = [digest(name) + bytes([group]) for group in (1, 0) for name in "abc"]
-    setup.epoch.warm(Warm(name="list", chains=[[digest(name).hex() for name in "abc"]]), answers.append)
+    setup.epoch.announce(announced("abc"), b"".join(map(digest, "abc")), answers.append)
     setup.answered([1, 1, 0, 1, 1, 1])
     assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
     setup.pools.end([OK, OK, OK])
-    assert (answers[0].found, answers[0].fetched, answers[0].absent) == ([2], 2, 1)
+    assert [(each.outcome, each.started, each.fetched, each.absent) for each in answers] == [
+        ("accepted", 2, 0, 1),
+        ("completed", 2, 2, 1),
+    ]
     assert setup.epoch.planner.gauges()["slots_idle"] == 3
     key = setup.hinted(0, "a", "b")
     assert setup.flag(key) == Flag(1, FlagState.READY, 2), "what is staged needs no question"

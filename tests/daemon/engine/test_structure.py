@@ -10,8 +10,7 @@ from typing import Any
 import kvprefetch.daemon
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.epoch import Epoch
-from kvprefetch.shmring.wire.admin import Warm
-from tests.daemon.engine.epochs import Engine, digest, later_weights, make_epoch
+from tests.daemon.engine.epochs import Engine, announced, digest, later_weights, make_epoch
 from tests.support.fakecuda import UUID, machine, needs_fake
 
 MAX_PARAMETERS = 6
@@ -40,13 +39,13 @@ def kept_callables(thing: Any, name: str, seen: set[int]) -> Iterator[str]:
 
 @needs_fake
 def test_no_part_of_an_epoch_keeps_something_to_call() -> None:
-    """With every part at work: a fetch, a put, a look-up, a reset and an order to warm are under way."""
+    """With every part at work: a fetch, a put, a look-up, a reset and an announcement are under way."""
     machine()
     epoch = make_epoch()
     engine = Engine(epoch)
     engine.stage((0, 1), "a", "b")
     engine.want((1, 1), "c")
-    epoch.warm(Warm(name="list", chains=[[digest("d").hex()]]), lambda _: None)
+    epoch.announce(announced("d"), digest("d"), lambda _: None)
     epoch.reset(later_weights())
     device = DeviceStaging([4096], [UUID], budget_bytes=4 << 20, margin_bytes=0)
     assert list(kept_callables([epoch, device], "", set())) == []

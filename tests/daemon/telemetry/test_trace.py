@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
-from kvprefetch.daemon.telemetry.trace import Missing, Trace, Traces, Work
+from kvprefetch.daemon.telemetry.trace import Met, Missing, Trace, Traces, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 from tests.daemon.planning.promoting import request_of
 from tests.support.telemetry import sample
@@ -35,8 +35,8 @@ def hint(blocks: int = 4, local: int = 0) -> Hint:
 def test_the_wait_and_what_was_hidden(
     asked: int, waited: int, claimed: int, ended: int, exposed: float, hidden: float
 ) -> None:
-    trace = Trace(hint(), 21 * MS)
-    trace.looked_up_ns = 26 * MS
+    trace = Trace(hint(), 21 * MS, 1, Met(MS, 4))
+    trace.looked_up_ns, trace.staged_blocks = 26 * MS, 3
     request = request_of(0, range(4))
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
     request.disk_blocks = 1
@@ -47,6 +47,7 @@ def test_the_wait_and_what_was_hidden(
     assert (line["hint_seen_ms"], line["last_byte_ms"], line["ended_ms"]) == (20.0, 100.0, ended)
     assert line["asked_ms"] == (asked or None)
     assert (line["missing_blocks"], line["recompute_ms"]) == (2, 9.0)
+    assert (line["announced_ms"], line["announced_blocks"], line["announced_staged"]) == (0.0, 4, 3)
     assert (line["bytes"], line["bytes_memory"], line["bytes_disk"]) == (4000, 3000, 1000)
 
 
@@ -95,7 +96,7 @@ def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     request = request_of(0, range(4))
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
     traces.begin(request.key, hint(local=1), 11 * MS)
-    traces.looked_up(request.key, 3, 21 * MS, Missing("evicted"), Work())
+    traces.looked_up(request, 3, 21 * MS, Missing("evicted"), Work())
     traces.asked(request.key, 31 * MS)
     traces.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
     line = traces.end(request, Ending.ENGINE_GONE, None, 61 * MS, Work())

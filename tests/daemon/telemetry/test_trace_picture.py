@@ -33,7 +33,7 @@ LINE: dict[str, Any] = {
     "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
-    "missing_blocks": 0, "recompute_ms": None,
+    "missing_blocks": 0, "recompute_ms": None, "announced_ms": None, "announced_blocks": 0, "announced_staged": 0,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
     "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
     "traceparent": None,
@@ -116,6 +116,13 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
             "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
             "For 67802 ms more the engine's places or tokens went to others.",
+        ),
+        (
+            {**STEP, "announced_ms": 184.0, "announced_blocks": 720, "announced_staged": 719},
+            "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
+            "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
+            "request waited for the engine, not for the store. It was announced 184 ms before it arrived: 719 of 720 "
+            "blocks were there.",
         ),
         (
             STEP,

@@ -1,0 +1,142 @@
+"""The sockets of the HTTP door, which listen from the start, and its process, which begins with the first connection.
+
+The process parses, hashes and waits for the daemon, as an operator on the control socket, so nothing that a caller
+sends costs the main loop more than one message.  An end of the process costs the callers of that moment an answer: the
+sockets stay, and the next connection begins another one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ..config.model import ConfigError, DaemonConfig
+from ..telemetry.logs import Log
+from .listener import listen, take_away
+
+PAUSE_NS = 1_000_000_000  # between two starts
+LOOPBACK = "127.0.0.1"
+MIN_TOKEN, MAX_TOKEN = 16, 4096  # bytes
+
+
+class Door:
+    """Owns the listening sockets; `epoll` watches them while no process serves them.
+
+    Raises ConfigError for a bad port or token.  Without its Unix socket the door is closed, and the daemon serves on.
+    """
+
+    def __init__(self, config: DaemonConfig, epoll: select.epoll, log: Log) -> None:
+        self._config, self._epoll, self._log = config, epoll, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sockets: list[socket.socket] = []
+        self._bound: os.stat_result | None = None
+        self._not_before_ns = 0
+        if config.hints == "off":
+            return
+        check_token(config)
+        try:
+            self._sockets = [listen(config, path=config.hints_socket, kind=socket.SOCK_STREAM)]
+            self._bound = config.hints_socket.stat()
+            if config.hints_port:
+                self._sockets.append(_listen_on(config.hints_port))
+        except (ConfigError, OSError) as error:
+            self.close()
+            if config.hints_port:
+                raise
+            log.warning("door.closed", error=f"{error}: socket={str(config.hints_socket)!r}")
+        self._watch()
+
+    def ready(self, fds: list[int]) -> None:
+        """Begin the process where one of these descriptors is a socket of the door's."""
+        if self._process is not None or not any(each.fileno() in fds for each in self._sockets):
+            return
+        for each in self._sockets:
+            self._epoll.unregister(each)
+        passed = [each.fileno() for each in self._sockets]
+        token = os.fspath(self._config.hints_token) if self._config.hints_token is not None else ""
+        words = [os.fspath(self._config.socket), token, *map(str, passed)]
+        try:
+            # Its standard input ends with this process, and then it ends, too.  A folder of the current directory
+            # could hide the package from -m.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvprefetch.daemon.door", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=passed,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the daemon
+            )
+        except OSError as error:
+            self._log.warning("door.failed", error=f"its process cannot be started, and the door is closed: {error}")
+
+    def tick(self, now_ns: int) -> None:
+        """Watch the sockets again once the process has ended; called several times a second."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return
+        if self._not_before_ns == 0:
+            self._log.warning("door.failed", error=f"its process ended: status={status}")
+            self._not_before_ns = now_ns + PAUSE_NS
+        if now_ns >= self._not_before_ns:
+            self._not_before_ns = 0
+            self._end()
+            self._watch()
+
+    def _watch(self) -> None:
+        for each in self._sockets:
+            self._epoll.register(each, select.EPOLLIN)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self._end()
+        if self._bound is not None:
+            take_away(self._config.hints_socket, self._bound)
+        for each in self._sockets:
+            each.close()
+        self._sockets = []
+
+
+def check_token(config: DaemonConfig) -> None:
+    """Raise ConfigError for a port without a token, or a file that holds none or that other users may read."""
+    if not config.hints_port:
+        return
+    if config.hints_token is None:
+        raise ConfigError(f"hints_token: is missing: hints_port={config.hints_port} needs a file with a token")
+    try:
+        read_token(config.hints_token)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"hints_token: {error}: hints_token={str(config.hints_token)!r}") from None
+
+
+def read_token(path: Path) -> bytes:
+    """Return the token that a file has on its first line. Raises OSError and ValueError."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_mode & 0o007:
+            raise ValueError("other users may read it: chmod o= FILE")
+        token = file.readline(MAX_TOKEN + 2).strip()
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
+        raise ValueError(f"should have {MIN_TOKEN} to {MAX_TOKEN} bytes on its first line: bytes={len(token)}")
+    return token
+
+
+def _listen_on(port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((LOOPBACK, port))
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"hints_port: cannot be bound: {error.strerror}: hints_port={port}; 0 for none") from None
+    return sock

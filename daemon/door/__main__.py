@@ -1,0 +1,80 @@
+"""Run the HTTP door on sockets that listen already: `CONTROL_SOCKET TOKEN_FILE FD…`, until standard input ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from waitress.channel import HTTPChannel
+from waitress.server import create_server
+from waitress.task import WSGITask
+
+from ...shmring.wire.admin import Caller
+from ..control.access import credentials_of
+from ..control.door import read_token
+from .app import CALLER, MAX_BODY, WAITERS, App
+from .link import Link
+from .messages import Messages
+
+THREADS = WAITERS + 4
+CONNECTIONS = 512  # at a time; one costs a descriptor, and a thread only once its request is whole
+SLOW_S = 10  # without a byte, then a connection is closed
+MAX_HEADER = 64 << 10
+
+
+class _Task(WSGITask):  # type: ignore[misc]
+    """Tells the application which user is on the other side of a Unix socket."""
+
+    def get_environment(self) -> dict[str, Any]:
+        environ: dict[str, Any] = super().get_environment()
+        sock: socket.socket = self.channel.socket
+        environ[CALLER] = None
+        if sock.family == socket.AF_UNIX:
+            credentials = credentials_of(sock)
+            environ[CALLER] = Caller(uid=credentials.uid, groups=sorted(credentials.groups)[:256])
+        return environ
+
+
+class _Channel(HTTPChannel):  # type: ignore[misc]
+    task_class = _Task
+
+
+def _wait_for_the_end() -> None:
+    """End with the daemon, which holds the other end of standard input."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def main(words: list[str]) -> None:
+    control, token, *fds = words
+    messages = Messages()
+    link = Link(Path(control), messages.note, lambda: os._exit(1))
+    app = App(link, messages, read_token(Path(token)) if token else b"")
+    shared: dict[int, Any] = {}  # one loop for all sockets
+    for each in fds:
+        server = create_server(
+            app,
+            map=shared,
+            sockets=[socket.socket(fileno=int(each))],
+            threads=THREADS,
+            connection_limit=CONNECTIONS,
+            channel_timeout=SLOW_S,
+            cleanup_interval=2,
+            max_request_body_size=MAX_BODY,
+            max_request_header_size=MAX_HEADER,
+            ident="kvprefetchd",
+            expose_tracebacks=False,
+            asyncore_use_poll=True,
+        )
+        server.channel_class = _Channel
+    threading.Thread(target=_wait_for_the_end, name="end", daemon=True).start()
+    server.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,267 @@
+"""The routes of the HTTP door, as a WSGI application: hints of the field's envelope, and LMCache's prefetches."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from threading import BoundedSemaphore, Lock
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
+from .envelope import (
+    ACTION,
+    VERSION,
+    Action,
+    Answer,
+    Answered,
+    Bad,
+    Envelope,
+    LMCacheBegun,
+    LMCacheLooked,
+    LMCachePrefetch,
+    Prefetch,
+    Problem,
+    parsed,
+    payload,
+)
+from .hashes import Hashers
+from .link import Link
+from .messages import Message, Messages
+
+Environ = dict[str, Any]
+Start = Callable[[str, list[tuple[str, str]]], Any]
+
+CALLER = "kvprefetch.caller"  # of a Unix socket's connection, in the WSGI environment; None: over TCP
+MAX_BODY = 16 << 20
+FIRST_S = 0.5  # for the store's answer about all prompts of a message; the others are deferred
+MAX_WAIT_MS = 30_000
+WAITERS = 8  # callers that wait at a time; others get the answer of now
+RATE, BURST = 200.0, 400.0  # actions a second of one user
+
+
+class Route(NamedTuple):
+    """One route: what it takes and answers, for the server and for its description (docs/reference/openapi.json)."""
+
+    method: str
+    path: str
+    summary: str
+    takes: type[BaseModel] | None
+    answers: type[BaseModel]
+    status: int
+
+
+ROUTES = (
+    Route("POST", "/v1/kv_hints", "announce prompts before their requests", Envelope, Answer, 202),
+    Route("GET", "/v1/kv_hints/{message_id}", "what became of them; ?wait_ms= waits for an end", None, Answer, 200),
+    Route("POST", "/cache/prefetches", "as LMCache's server: stage one prompt", LMCachePrefetch, LMCacheBegun, 202),
+    Route("GET", "/cache/prefetches/{message_id}", "as LMCache's server: is it staged?", None, LMCacheLooked, 200),
+)
+
+
+class Rate:
+    """Lets each user have RATE actions a second, and BURST at once after a pause. Any thread may call."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, Lock()
+        self._left: dict[int, tuple[float, float]] = {}  # by user: how many are left, and since when
+
+    def take(self, uid: int, count: int) -> bool:
+        """Whether this user may have so many actions now."""
+        with self._lock:
+            now = self._clock()
+            left, at = self._left.get(uid, (BURST, now))
+            left = min(BURST, left + RATE * (now - at))
+            self._left[uid] = (left - count if left >= count else left), now
+            return left >= count
+
+
+class App:
+    """The application. `token`: what a caller over TCP has to send; such a caller is an operator."""
+
+    def __init__(self, link: Link, messages: Messages, token: bytes = b"") -> None:
+        self._link, self._messages, self._token = link, messages, token
+        self._hashers, self._rate = Hashers(), Rate()
+        self._waiters = BoundedSemaphore(WAITERS)
+
+    def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
+        try:
+            status, body = self._serve(environ)
+        except Bad as error:
+            status, body = error.status, Problem(error=str(error)).model_dump()
+        text = json.dumps(body).encode() + b"\n"
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(text)))]
+        if status == 429:
+            headers.append(("Retry-After", "1"))
+        start(f"{status} {HTTPStatus(status).phrase}", headers)
+        return [text]
+
+    def _serve(self, environ: Environ) -> tuple[int, dict[str, Any]]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        route, name = _found(method, path)
+        caller = self._caller(environ)
+        if route.method == "GET":
+            return route.status, self._look(route, caller, name, environ.get("QUERY_STRING", ""))
+        body = environ["wsgi.input"].read(MAX_BODY + 1)
+        if len(body) > MAX_BODY:
+            raise Bad(413, f"the body is too large: max_bytes={MAX_BODY}")
+        if route.takes is LMCachePrefetch:
+            return route.status, self._lmcache(caller, parsed(LMCachePrefetch, body))
+        envelope: Envelope = parsed(Envelope, body)
+        message = self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
+        return route.status, self._messages.wait(message, _begun, FIRST_S).model_dump()
+
+    def _caller(self, environ: Environ) -> Caller:
+        if (caller := environ[CALLER]) is not None:
+            assert isinstance(caller, Caller)
+            return caller
+        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
+            raise Bad(401, "this port wants the header Authorization: Bearer TOKEN, with the token of hints_token")
+        return Caller(uid=os.geteuid(), groups=[])
+
+    # --- announcing -------------------------------------------------------------------------------------------------
+
+    def _announce(self, caller: Caller, envelope: Envelope) -> Message:
+        if not self._rate.take(caller.uid, len(envelope.actions)):
+            raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
+        ours = [each.action_type == ACTION and each.action_version == VERSION for each in envelope.actions]
+        wanted = [payload(each) if mine else None for each, mine in zip(envelope.actions, ours, strict=True)]
+        answers = [_first(each, mine) for each, mine in zip(envelope.actions, ours, strict=True)]
+        message, errors = self._messages.add(caller, envelope.message_id, answers), list[Bad]()
+        engines: dict[tuple[Any, ...], Engine] = {}  # most actions of a message are for one
+        for number, prompt in enumerate(wanted):
+            if prompt is not None:
+                try:
+                    where = prompt.engine, prompt.model, prompt.dp_rank
+                    if where not in engines:
+                        engines[where] = self._link.engine(_query(caller, prompt))
+                    self._announce_one(message, number, caller, prompt, engines[where])
+                except Bad as error:
+                    errors.append(error)
+                    message.tell(number, outcome="rejected", reason=str(error))
+        if errors and len(errors) == sum(ours):
+            self._messages.forget(message)
+            raise errors[0]
+        return message
+
+    def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
+        message.tell(action, engine=engine.engine)
+        hashes, size = self._digests(engine, prompt)
+        if not hashes:
+            message.tell(action, outcome="missing", reason="the prompt has no whole block that a request could load")
+            return
+        order = Announce(
+            caller=caller,
+            number=self._messages.number(message, action, engine.block_bytes),
+            name=message.message_id,
+            engine=engine.engine,
+            epoch=engine.epoch,
+            hashes=len(hashes) // size,
+            hash_bytes=size,
+            expected_ms=prompt.expected_in_ms,
+            ttl_ms=prompt.ttl_ms,
+            priority=prompt.priority,
+            most_blocks=_most_blocks(prompt, engine),
+        )
+        self._link.announce(order, hashes)
+
+    def _digests(self, engine: Engine, prompt: Prefetch) -> tuple[bytes, int]:
+        """Return the digests of the blocks that a request could load, joined, and the bytes of each. Raises Bad."""
+        if prompt.block_hashes is not None:
+            hashes, size = bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
+        else:
+            assert prompt.token_ids is not None
+            hashes, size = self._hashers.hash(engine, prompt.token_ids, prompt.cache_salt)
+        most = engine.max_blocks * (engine.block_tokens // engine.hash_tokens)
+        if size and len(hashes) // size > most + 1:
+            raise Bad(
+                400, f"the prompt is longer than engine {engine.engine} takes: hashes={len(hashes) // size} max={most}"
+            )
+        return hashes, size
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _look(self, route: Route, caller: Caller, name: str, query: str) -> dict[str, Any]:
+        wait_s = _wait_ms(query) / 1e3
+        if (message := self._messages.get(caller, name)) is None:
+            raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
+        if wait_s and self._waiters.acquire(blocking=False):
+            try:
+                answer = self._messages.wait(message, _done, wait_s)
+            finally:
+                self._waiters.release()
+        else:
+            answer = self._messages.wait(message, _done, 0.0)
+        if route.path.startswith("/cache/"):
+            return _as_lmcache(answer)
+        return answer.model_dump()
+
+    def _lmcache(self, caller: Caller, body: LMCachePrefetch) -> dict[str, Any]:
+        prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
+        action = Action(action_id="1", action_type=ACTION, action_version=VERSION, payload=prompt)
+        envelope = Envelope(protocol_version="0.1", message_id=uuid.uuid4().hex, actions=[action])
+        answer = self._messages.wait(self._announce(caller, envelope), _begun, FIRST_S)
+        return LMCacheBegun(request_id=answer.message_id, chunks=answer.actions[0].blocks.asked).model_dump()
+
+
+def _found(method: str, path: str) -> tuple[Route, str]:
+    """Return the route of a request, and the name at the end of its path. Raises Bad."""
+    known = False
+    for route in ROUTES:
+        head, _, name = route.path.partition("{")
+        if (path == head and not name) or (name and path.startswith(head) and "/" not in path[len(head) :]):
+            known = True
+            if method == route.method:
+                return route, path[len(head) :]
+    if known:
+        raise Bad(405, f"this path takes another method: method={method!r:.20} path={path!r:.80}")
+    raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
+
+
+def _first(action: Action, ours: bool) -> Answered:
+    if ours:
+        return Answered(action_id=action.action_id, outcome="deferred")
+    text = f"only {ACTION}@{VERSION} is known: {action.action_type!r:.80}@{action.action_version!r:.20}"
+    return Answered(action_id=action.action_id, outcome="ignored", reason=text)
+
+
+def _query(caller: Caller, prompt: Prefetch) -> EngineQuery:
+    return EngineQuery(caller=caller, engine=prompt.engine, model=prompt.model, dp_rank=prompt.dp_rank)
+
+
+def _begun(answer: Answered) -> bool:
+    return answer.outcome != "deferred"
+
+
+def _done(answer: Answered) -> bool:
+    return answer.over or answer.outcome == "completed"
+
+
+def _most_blocks(prompt: Prefetch, engine: Engine) -> int:
+    most = 1 << 20
+    return most if prompt.max_bytes is None else min(most, max(1, prompt.max_bytes // engine.block_bytes))
+
+
+def _wait_ms(query: str) -> int:
+    """Return the time to wait. Raises Bad."""
+    [text] = urllib.parse.parse_qs(query).get("wait_ms", ["0"])[:1]
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) <= MAX_WAIT_MS):
+        raise Bad(400, f"wait_ms: should be 0 to {MAX_WAIT_MS}: wait_ms={text!r:.40}")
+    return int(text)
+
+
+def _as_lmcache(answer: Answer) -> dict[str, Any]:
+    [action] = answer.actions
+    if not _done(action):
+        return LMCacheLooked(status="pending").model_dump()
+    blocks = action.blocks
+    found = LMCacheLooked(status="completed", found_keys=blocks.staged + blocks.fetched, total_keys=blocks.asked)
+    return found.model_dump()

@@ -1,0 +1,174 @@
+"""What callers of the HTTP door send and get: the field's envelope, its one action, and LMCache's prefetch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...shmring.wire.checks import first_error
+
+ACTION, VERSION = "kv.prefetch", "1.0"
+MAX_ACTIONS = 64
+MAX_TOKENS = 1 << 21
+MAX_HASHES = 1 << 20
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 63)]], Field(min_length=1, max_length=MAX_TOKENS)]
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+
+
+class Said(BaseModel):
+    """Something that a caller sends: each field has its type and bounds, and fields that are not ours are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class Prefetch(Said):
+    """The payload of `kv.prefetch`: a prompt, as `token_ids` or as the whole `block_hashes` (hex) of its blocks.
+
+    `model`, `engine` (an engine's id or its start) and `dp_rank` say which attached engine it is for; each may be
+    missing.  The request is expected in `expected_in_ms`, and after `ttl_ms` no more.  Of what waits, the smallest
+    `priority` goes first.  `max_bytes`: to stage for it.
+    """
+
+    model: str = Field(default="", max_length=1024)
+    engine: str = Field(default="", max_length=256)
+    dp_rank: int | None = Field(default=None, ge=0, le=1 << 20)
+    token_ids: TokenIds | None = None
+    block_hashes: Annotated[list[Digest], Field(min_length=1, max_length=MAX_HASHES)] | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
+    lora_name: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    expected_in_ms: int = Field(default=0, ge=0, le=3_600_000)
+    ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
+    priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)
+    max_bytes: int | None = Field(default=None, ge=1)
+
+
+class Action(Said):
+    """One action of an envelope. One of another type or version is ignored."""
+
+    action_id: Name
+    action_type: str = Field(max_length=128)
+    action_version: str = Field(max_length=32)
+    payload: dict[str, Any] = Field(default_factory=dict)
+
+
+class Envelope(Said):
+    """What `POST /v1/kv_hints` takes."""
+
+    protocol_version: Literal["0.1"]
+    message_id: Name
+    actions: list[Action] = Field(min_length=1, max_length=MAX_ACTIONS)
+
+
+class LMCachePrefetch(Said):
+    """What LMCache's `POST /cache/prefetches` takes; its tiers and world size mean nothing here."""
+
+    model_name: str = Field(default="", max_length=1024)
+    token_ids: TokenIds
+    cache_salt: str | None = Field(default=None, max_length=4096)
+
+
+class Blocks(BaseModel):
+    """Blocks of an announced prompt, by what became of them.
+
+    `asked` for; of these `staged` already, `started` to be fetched, `missing` in the store; of the started ones, once
+    it is completed, `fetched`, or without room (`no_room`), or `failed`.
+    """
+
+    asked: int = 0
+    staged: int = 0
+    started: int = 0
+    missing: int = 0
+    fetched: int = 0
+    no_room: int = 0
+    failed: int = 0
+
+
+class Answered(BaseModel):
+    """The outcome of one action until now.
+
+    accepted, clipped (a bound cut it), deferred (it waits for its turn), rejected, missing (the store has nothing of
+    it) or ignored; then completed; then, of its request, used, late (it came before the fetch was over), or expired.
+    `bytes`: of the blocks that were started.
+    """
+
+    action_id: str
+    outcome: Literal[
+        "accepted", "clipped", "deferred", "rejected", "missing", "ignored", "completed", "used", "late", "expired"
+    ]
+    reason: str = ""
+    engine: str = ""
+    blocks: Blocks = Field(default_factory=Blocks)
+    bytes: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will become of it."""
+        return self.outcome in ("rejected", "missing", "ignored", "used", "late", "expired")
+
+
+class Answer(BaseModel):
+    """What the door answers about one message."""
+
+    message_id: str
+    actions: list[Answered]
+
+
+class LMCacheBegun(BaseModel):
+    """What LMCache's `POST /cache/prefetches` answers."""
+
+    request_id: str
+    chunks: int
+
+
+class LMCacheLooked(BaseModel):
+    """What its `GET` answers; the numbers are those of blocks, once it is completed."""
+
+    status: Literal["pending", "completed"]
+    found_keys: int = 0
+    total_keys: int = 0
+
+
+class Problem(BaseModel):
+    """What the door answers to a request that it does not serve: one line with field, value and bound."""
+
+    error: str
+
+
+class Bad(Exception):
+    """A request that cannot be served: the HTTP status, and one line."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def parsed(model: type[Said], body: bytes) -> Any:
+    """Return the body as this model has it. Raises Bad."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise Bad(400, first_error(error, model)) from None
+
+
+def payload(action: Action) -> Prefetch:
+    """Return the payload of an action of our type. Raises Bad."""
+    try:
+        found = Prefetch.model_validate(action.payload)
+    except ValidationError as error:
+        raise Bad(400, f"action {action.action_id}: {first_error(error, Prefetch)}") from None
+    if (found.token_ids is None) == (found.block_hashes is None):
+        given = "both" if found.token_ids else "neither"
+        raise Bad(
+            400, f"action {action.action_id}: payload: one of token_ids and block_hashes is wanted: given={given}"
+        )
+    if found.lora_name and found.token_ids is not None:
+        text = "the path of a LoRA is part of its hashes: announce block_hashes"
+        raise Bad(400, f"action {action.action_id}: lora_name: {text}: lora_name={found.lora_name!r:.80}")
+    if found.block_hashes is not None and len({len(each) for each in found.block_hashes}) > 1:
+        lengths = sorted({len(each) // 2 for each in found.block_hashes})
+        raise Bad(400, f"action {action.action_id}: block_hashes: differ in length: bytes={lengths}")
+    return found

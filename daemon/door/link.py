@@ -1,0 +1,75 @@
+"""The door's connection to the daemon: asks for engines, announces prompts, and hears what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ...shmring.wire.admin import Announce, Engine, EngineQuery, Outcome, Report
+from ...shmring.wire.codec import Message, receive_message, send_message
+from ...shmring.wire.records import ProtocolError
+from .envelope import Bad
+
+TIMEOUT_S = 2.0
+
+
+class Link:
+    """One connection for all threads. `gone` is called, once, when the daemon hangs up. Raises OSError."""
+
+    def __init__(self, path: Path, hear: Callable[[Outcome], None], gone: Callable[[], None]) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.connect(os.fspath(path))
+        self._sending, self._asking = threading.Lock(), threading.Lock()
+        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._hear, self._gone = hear, gone
+        threading.Thread(target=self._listen, name="daemon", daemon=True).start()
+
+    def engine(self, query: EngineQuery) -> Engine:
+        """Return the engine that the query is about. Raises Bad."""
+        with self._asking:
+            with contextlib.suppress(queue.Empty):
+                while True:  # answers that came too late for those that asked
+                    self._answers.get_nowait()
+            self._send(query)
+            try:
+                answer = self._answers.get(timeout=TIMEOUT_S)
+            except queue.Empty:
+                raise Bad(503, f"the daemon did not answer: timeout_s={TIMEOUT_S:g}; try again") from None
+        if isinstance(answer, Engine):
+            return answer
+        text = answer.text if isinstance(answer, Report) else f"the daemon said something else: type={answer.type}"
+        raise Bad(403 if "may not attach" in text else 404, text)
+
+    def announce(self, order: Announce, hashes: bytes) -> None:
+        """Announce a prompt with these digests, joined. Raises Bad."""
+        fd = os.memfd_create("announced", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(fd), "wb") as file:
+                file.write(hashes)
+            self._send(order, [fd])
+        finally:
+            os.close(fd)
+
+    def _send(self, message: Message, fds: list[int] | None = None) -> None:
+        try:
+            with self._sending:
+                send_message(self._sock, message, fds or [])
+        except OSError as error:
+            raise Bad(503, f"the daemon cannot be asked: {error.strerror}; try again") from None
+
+    def _listen(self) -> None:
+        try:
+            while (received := receive_message(self._sock, max_fds=0)) is not None:
+                message, _ = received
+                if isinstance(message, Outcome):
+                    self._hear(message)
+                else:
+                    self._answers.put(message)
+        except (OSError, ProtocolError):
+            pass
+        self._gone()

@@ -1,0 +1,95 @@
+"""The messages that callers sent lately, and what became of each of their actions. Any thread may call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...shmring.wire.admin import Caller, Outcome
+from .envelope import Answer, Answered, Blocks
+
+MAX_MESSAGES = 4096  # kept, over or not
+
+
+@dataclass(eq=False)
+class Message:
+    """One message of one caller. `block_bytes`: of each action's engine."""
+
+    message_id: str
+    caller: int
+    answers: list[Answered]
+    block_bytes: list[int] = field(default_factory=list)
+
+    def tell(self, action: int, **fields: object) -> None:
+        """Change these fields of the answer to an action."""
+        self.answers[action] = self.answers[action].model_copy(update=fields)
+
+    def answer(self) -> Answer:
+        return Answer(message_id=self.message_id, actions=list(self.answers))
+
+
+class Messages:
+    """Keeps the newest messages. The daemon's outcomes find theirs by number."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: OrderedDict[tuple[int, str], Message] = OrderedDict()
+        self._numbers: dict[int, tuple[Message, int]] = {}  # of announcements that are not over
+        self._last = 0
+
+    def get(self, caller: Caller, message_id: str) -> Message | None:
+        """Return this user's message of that id; None where it never came, or was forgotten."""
+        with self._changed:
+            return self._messages.get((caller.uid, message_id))
+
+    def add(self, caller: Caller, message_id: str, answers: list[Answered]) -> Message:
+        """Keep a new message with the first answers to its actions."""
+        new = Message(message_id, caller.uid, answers, [0] * len(answers))
+        with self._changed:
+            self._messages[caller.uid, message_id] = new
+            while len(self._messages) > MAX_MESSAGES:
+                _, old = self._messages.popitem(last=False)
+                self._numbers = {number: at for number, at in self._numbers.items() if at[0] is not old}
+        return new
+
+    def forget(self, message: Message) -> None:
+        """Drop a message of which nothing was announced: its id may come again."""
+        with self._changed:
+            self._messages.pop((message.caller, message.message_id), None)
+
+    def number(self, message: Message, action: int, block_bytes: int) -> int:
+        """Return the number by which the daemon's outcomes name this action of a message."""
+        with self._changed:
+            self._last += 1
+            self._numbers[self._last] = message, action
+            message.block_bytes[action] = block_bytes
+            return self._last
+
+    def note(self, outcome: Outcome) -> None:
+        """Note what became of an announcement."""
+        with self._changed:
+            if (at := self._numbers.get(outcome.number)) is None:
+                return
+            message, action = at
+            blocks = {name: getattr(outcome, name) for name in Blocks.model_fields if name != "missing"}
+            message.tell(
+                action,
+                outcome=outcome.outcome,
+                reason=outcome.reason or message.answers[action].reason,
+                blocks=Blocks(missing=outcome.absent, **blocks),
+                bytes=outcome.started * message.block_bytes[action],
+            )
+            if outcome.last:
+                del self._numbers[outcome.number]
+            self._changed.notify_all()
+
+    def wait(self, message: Message, ready: Callable[[Answered], bool], most_s: float) -> Answer:
+        """Return the answer once each action is `ready`, or at the end of this time."""
+        until = time.monotonic() + most_s
+        with self._changed:
+            while not all(map(ready, message.answers)) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return message.answer()

@@ -1,0 +1,380 @@
+"""The HTTP door of a real daemon with a real store: announcements before requests, and all kinds of callers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.daemon.cli.prefetch import Door
+from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS
+from kvprefetch.shmring.wire.attach import Refused
+from tests.daemon.cli.test_mode import switch
+from tests.daemon.control.test_users import OPEN, OTHER, ask
+from tests.daemon.stores import blocks, stored
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports, frozen
+from tests.support.auditor import Auditor
+from tests.support.fake_engine import FakeEngine
+from tests.support.ordinary import effective_user
+from tests.support.waiting import eventually
+
+Serve = Callable[..., Daemon]
+Answer = tuple[int, dict[str, Any]]
+TOKEN = "a token of sixteen bytes or more"
+
+
+def message(name: str, *prompts: dict[str, Any]) -> dict[str, Any]:
+    common = {"action_type": "kv.prefetch", "action_version": "1.0"}
+    actions = [{"action_id": str(number), **common, "payload": prompt} for number, prompt in enumerate(prompts)]
+    return {"protocol_version": "0.1", "message_id": name, "actions": actions}
+
+
+def announce(daemon: Daemon, name: str, chain: list[bytes], **fields: Any) -> dict[str, Any]:
+    """Announce one prompt, and return its first outcome."""
+    hashes = [digest.hex() for digest in chain]
+    status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", message(name, {"block_hashes": hashes, **fields}))
+    assert status == 202, answer
+    [action] = answer["actions"]
+    assert answer["message_id"] == name
+    found: dict[str, Any] = action
+    return found
+
+
+def became(daemon: Daemon, name: str, outcome: str) -> dict[str, Any]:
+    """Return the answer about a message, once it has this outcome."""
+
+    def looked() -> dict[str, Any] | None:
+        status, answer = Door(daemon.socket).ask("GET", f"/v1/kv_hints/{name}?wait_ms=1000")
+        assert status == 200, answer
+        [action] = answer["actions"]
+        return action if action["outcome"] == outcome else None
+
+    return eventually(looked, what=f"{name} is {outcome}")
+
+
+def engine_with(daemon: Daemon, name: str, count: int, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
+    """Attach an engine, and store so many of its blocks."""
+    engine, before = FakeEngine(daemon.socket, engine_id=name, prefix=name, **options), daemon.records("save.done")
+    values = blocks(name, count)
+    engine.save(values)
+    stored(daemon, count + sum(int(each["stored_blocks"]) for each in before))
+    return engine, values
+
+
+def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
+    def line() -> dict[str, Any] | None:
+        return next((line for line in daemon.records("request.done") if line["request_id"] == name), None)
+
+    return eventually(line, what=f"the line of {name}")
+
+
+def test_what_was_announced_is_a_hit_and_its_line_says_since_when(serve: Serve, auditor: Auditor) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "router", 40)
+    chain = list(values)
+    first = announce(daemon, "m1", chain, expected_in_ms=200)
+    assert (first["outcome"], first["engine"]) == ("accepted", "router")
+    assert (first["blocks"]["started"], first["blocks"]["missing"]) == (40, 0)
+    assert first["bytes"] == sum(map(len, values.values()))
+    done = became(daemon, "m1", "completed")
+    assert (done["blocks"]["fetched"], done["blocks"]["no_room"]) == (40, 0)
+    again = announce(daemon, "m1", chain[:3])
+    assert again["outcome"] == "completed", "a message that came already is answered as it stands"
+    assert engine.load(chain, name="request") == list(values.values())
+    line = last_line(daemon, "request")
+    assert (line["announced_blocks"], line["announced_staged"], line["bytes"]) == (40, 40, 0)
+    assert line["announced_ms"] > 0
+    became(daemon, "m1", "used")
+    [written] = daemon.records("announcement.done")
+    assert (written["name"], written["outcome"], written["fetched_blocks"]) == ("m1", "used", 40)
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_every_outcome_has_its_word(serve: Serve) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "words", 8)
+    chain = list(values)
+    block = len(next(iter(values.values())))
+    assert announce(daemon, "absent", list(blocks("nowhere", 3)))["outcome"] == "missing"
+    clipped = announce(daemon, "clipped", chain, max_bytes=3 * block + 1)
+    assert clipped["outcome"] in ("clipped", "completed")
+    assert (clipped["reason"], clipped["blocks"]["started"]) == ("blocks=8 max=3", 3)
+    assert announce(daemon, "part", chain[:6] + list(blocks("else", 2)))["blocks"]["missing"] == 2
+    announce(daemon, "forgotten", chain[:5], ttl_ms=1)
+    became(daemon, "forgotten", "expired")
+    status, answer = Door(daemon.socket).ask(
+        "POST",
+        "/v1/kv_hints",
+        {**message("other", {}), "actions": [{"action_id": "x", "action_type": "kv.pin", "action_version": "1.0"}]},
+    )
+    assert (status, answer["actions"][0]["outcome"]) == (202, "ignored")
+    switch(daemon.socket, "shadow")
+    shadow = announce(daemon, "shadow", chain)
+    assert (shadow["outcome"], shadow["reason"]) == ("rejected", "nothing is staged for this engine now: mode=shadow")
+    switch(daemon.socket, "on")
+    with frozen(int(daemon.records("master.started")[0]["pid"])):
+        assert announce(daemon, "later", chain)["outcome"] == "deferred", "the store does not say yet what it has"
+        engine.close()
+        assert became(daemon, "later", "rejected")["reason"] == "the engine is gone"
+
+
+def test_one_of_several_engines_is_named(serve: Serve) -> None:
+    daemon = serve()
+    door = Door(daemon.socket)
+    hashes = {"block_hashes": ["ab" * 32]}
+
+    def refused(name: str, **fields: Any) -> str:
+        status, answer = door.ask("POST", "/v1/kv_hints", message(name, {**hashes, **fields}))
+        assert status == 404
+        return str(answer["error"])
+
+    assert "not one engine but 0" in refused("none")
+    for name in ("one_dp0", "one_dp1"):
+        FakeEngine(daemon.socket, engine_id=name, prefix=name)
+    assert "name one, by engine or model; attached: one_dp0, one_dp1" in refused("both")
+    assert "engine='three'" in refused("three", engine="three")
+    assert "model='llama'" in refused("model", model="llama")
+    for name, fields in (("id", {"engine": "one_dp1"}), ("rank", {"dp_rank": 1})):
+        _, answer = door.ask("POST", "/v1/kv_hints", message(name, {**hashes, **fields}))
+        assert answer["actions"][0]["engine"] == "one_dp1"
+    status, answer = door.ask(
+        "POST", "/v1/kv_hints", message("mixed", {**hashes, "engine": "x"}, {**hashes, "dp_rank": 0})
+    )
+    assert status == 202
+    assert [each["outcome"] for each in answer["actions"]] == ["rejected", "missing"]
+
+
+def test_bad_requests_are_one_line_each_and_cost_nobody_else(serve: Serve) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "abuse", 8)
+    door = Door(daemon.socket)
+
+    def error(status: int, method: str, path: str, body: object = None) -> str:
+        found, answer = door.ask(method, path, body)
+        assert found == status, answer
+        return str(answer["error"])
+
+    hints = "/v1/kv_hints"
+    assert "token_ids" in error(400, "POST", hints, message("m", {}))
+    assert "block_hashes.0" in error(400, "POST", hints, message("m", {"block_hashes": ["x"]}))
+    assert f"should be 0 to {MAX_WAIT_MS}" in error(400, "GET", f"{hints}/m?wait_ms=999999")
+    assert "message_id='m'" in error(404, "GET", f"{hints}/m")
+    assert "no such path" in error(404, "GET", "/v2")
+    assert "another method" in error(405, "DELETE", f"{hints}/m")
+    assert "did not say how it does" in error(422, "POST", hints, message("m", {"token_ids": [1] * 99}))
+    too_long = {"block_hashes": ["ab" * 32] * 5000}
+    assert "is longer than engine abuse takes: hashes=5000" in error(400, "POST", hints, message("m", too_long))
+    assert engine.load(list(values), name="after") == list(values.values())
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> None:
+    daemon = serve()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(20)
+        sock.connect(str(hints_socket(daemon.socket)))
+        head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
+        sock.sendall(head.encode())
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert b" 413 " in answer.splitlines()[0]
+    assert str(MAX_BODY).encode() in answer
+
+
+def test_slow_and_silent_clients_keep_nobody_out(serve: Serve) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "slow", 4)
+    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(100)]
+    try:
+        for number, each in enumerate(clients):
+            each.connect(str(hints_socket(daemon.socket)))
+            if number % 2:
+                each.sendall(b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: 900\r\n\r\n{")
+        assert announce(daemon, "m", list(values))["outcome"] == "accepted"
+    finally:
+        for each in clients:
+            each.close()
+    assert engine.load(list(values)) == list(values.values())
+
+
+def test_a_process_that_dies_is_begun_again_and_dies_with_its_daemon(serve: Serve) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "phoenix", 8)
+    chain = list(values)
+
+    def children() -> list[int]:
+        found = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+        return [int(each) for each in found if b"kvprefetch.daemon.door" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+    assert children() == [], "nobody has knocked yet"
+    announce(daemon, "first", chain)
+    [pid] = children()
+    os.kill(pid, signal.SIGKILL)
+    assert daemon.wait_record("door.failed") is not None
+    assert announce(daemon, "second", chain)["outcome"] in ("accepted", "completed")
+    [another] = children()
+    assert another != pid
+    assert engine.load(chain) == list(values.values())
+    engine.close()
+    daemon.sigkill()
+    eventually(lambda: not Path(f"/proc/{another}").exists(), what="it ends with its daemon")
+
+
+def test_without_a_place_for_its_socket_the_daemon_serves_on(serve: Serve, tmp_path: Path) -> None:
+    control = tmp_path / "daemon.sock"
+    hints_socket(control).write_text("in the way")
+    daemon = serve(socket=control)
+    closed = daemon.wait_record("door.closed")
+    assert closed is not None
+    assert "not a socket" in closed["error"]
+    engine, values = engine_with(daemon, "closed", 2)
+    assert engine.load(list(values)) == list(values.values())
+
+
+def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
+    file, port = tmp_path / "token", free_ports(1)[0]
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(file)))
+    engine, values = engine_with(daemon, "port", 3)
+    body = json.dumps(message("m", {"block_hashes": [digest.hex() for digest in values]}))
+
+    def post(**headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/kv_hints", body, headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+        status, answer = post(**headers)
+        assert (status, "Bearer TOKEN" in answer["error"]) == (401, True)
+    status, answer = post(Authorization=f"Bearer {TOKEN}")
+    assert (status, answer["actions"][0]["outcome"]) == (202, "accepted")
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "wrong"), [(0o644, TOKEN, "other users may read it"), (0o600, "short", "16 to 4096 bytes")]
+)
+def test_a_bad_token_file_ends_the_start(tmp_path: Path, mode: int, text: str, wrong: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
+    file.chmod(mode)
+    daemon = Daemon(extra=("--hints-port", str(free_ports(1)[0]), "--hints-token", str(file)))
+    try:
+        daemon.launch()
+        failed = daemon.wait_record("daemon.failed", timeout_s=30)
+        assert failed is not None
+        assert f"hints_token: should have {wrong}" in failed["error"] or f"hints_token: {wrong}" in failed["error"]
+    finally:
+        daemon.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
+    daemon = serve(extra=OPEN)
+    daemon.socket.parent.chmod(0o755)
+    _, values = engine_with(daemon, "ours", 3)
+    hashes = {"block_hashes": [digest.hex() for digest in values]}
+    with effective_user(OTHER):
+        theirs = FakeEngine(daemon.socket, engine_id="theirs", prefix="ours")
+
+    def post(name: str, uid: int, **fields: Any) -> Answer:
+        groups = os.getgroups()
+        os.setgroups([])
+        os.setegid(uid)
+        try:
+            with effective_user(uid):
+                return Door(daemon.socket).ask("POST", "/v1/kv_hints", message(name, {**hashes, **fields}))
+        finally:
+            os.setegid(0)
+            os.setgroups(groups)
+
+    status, answer = post("m", OTHER, engine="ours")
+    assert (status, "attached: theirs" in answer["error"]) == (404, True)
+    status, answer = post("m", OTHER)
+    assert (status, answer["actions"][0]["outcome"]) == (202, "missing"), "the same digests, another user's values"
+    status, answer = post("m", 4243)
+    assert (status, "may not attach" in answer["error"]) == (403, True)
+    with effective_user(OTHER):
+        assert Door(daemon.socket).ask("GET", "/v1/kv_hints/m")[0] == 200
+    assert Door(daemon.socket).ask("GET", "/v1/kv_hints/m")[0] == 404, "a message is its caller's"
+    assert "descriptor" in ask(daemon.socket, _announcement(), Refused, uid=0).error
+    theirs.close()
+
+
+def _announcement() -> Any:
+    from kvprefetch.shmring.wire.admin import Announce, Caller
+
+    caller = Caller(uid=0, groups=[])
+    return Announce(caller=caller, number=1, name="m", engine="e", epoch=1, hashes=1, hash_bytes=32)
+
+
+def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
+    daemon = serve()
+    engine, _ = engine_with(daemon, "lm", 2)
+    door = Door(daemon.socket)
+    status, answer = door.ask("POST", "/cache/prefetches", {"model_name": "", "world_size": 1, "token_ids": [1] * 64})
+    assert (status, "did not say how it does" in answer["error"]) == (422, True)
+    assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
+    engine.close()
+
+
+def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve) -> None:
+    """A thousand announcements of what the store has, and none is asked for: the neighbour's loads go on."""
+    daemon = serve()
+    flooded, values = engine_with(daemon, "flooded", 32)
+    neighbour, own = engine_with(daemon, "neighbour", 16)
+    chain, stop = list(values), threading.Event()
+    statuses: list[int] = []
+
+    def flood() -> None:
+        door, number = Door(daemon.socket), 0
+        while not stop.is_set():
+            number += 1
+            hashes = [digest.hex() for digest in chain[: 1 + number % 32]]
+            prompt = {"block_hashes": hashes, "engine": "flooded", "ttl_ms": 600_000}
+            name = f"{threading.get_ident()}-{number}"
+            statuses.append(door.ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))[0])
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        eventually(lambda: len(statuses) > 8, what="the flood has begun")
+        for number in range(50):
+            began = time.monotonic()
+            assert neighbour.load(list(own), name=f"n{number}") == list(own.values())
+            assert time.monotonic() - began < 5
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) <= {202, 429}
+    assert len(statuses) * MAX_ACTIONS > 1000
+    flooded.close()
+    neighbour.close()
+
+
+def test_each_user_has_a_rate_of_its_own() -> None:
+    now = [0.0]
+    rate = Rate(lambda: now[0])
+    assert rate.take(1, int(BURST))
+    assert not rate.take(1, 1)
+    assert rate.take(2, 1)
+    now[0] = 1.0
+    assert rate.take(1, int(RATE))
+    assert not rate.take(1, 1)
