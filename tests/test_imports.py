@@ -62,7 +62,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "engine": {"config", "planning", "store", "telemetry", "work"},
         "control": {"config", "engine", "store", "telemetry", "work"},
         "runtime": {"config", "control", "planning", "store", "telemetry", "work"},
-        "cli": {"config", "control", "runtime", "store", "telemetry"},
+        "door": {"control"},
+        "cli": {"config", "control", "door", "runtime", "store", "telemetry"},
     },
 }
 # Not even from the standard library: memory order has one home, the C extension, and ctypes has none at all.

@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md")}
+DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md", "HINTS.md")}
 
 
 def commands(mark: str) -> list[str]:

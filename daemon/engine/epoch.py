@@ -50,7 +50,8 @@ class Epoch(EpochCalls):
 
     def gauges(self) -> dict[str, int]:
         """Count slots, pins, requests and credits, as an auditor wants them."""
-        return {**self.planner.gauges(), **self.saver.gauges(), **self.promotions.gauges()}
+        ahead = {"announcements_open": self.ahead.count, "blocks_ahead": self.ahead.blocks}
+        return {**self.planner.gauges(), **ahead, **self.saver.gauges(), **self.promotions.gauges()}
 
     def numbers(self) -> dict[str, int]:
         """Return gauges and counters together, for the log, the snapshot and the status."""

@@ -160,6 +160,8 @@ FIELDS: dict[str, Field] = {
     "slots": Field("integer", "staging slots, those for saves not counted in `status` and `engine.detached`"),
     "slots_free": Field("integer", "empty slots"),
     "slots_idle": Field("integer", "slots with a staged block that no request holds"),
+    "announcements_open": Field("integer", "announced prompts whose request may still come"),
+    "blocks_ahead": Field("integer", "blocks fetched for them, or to be fetched"),
     "slots_unused": Field("integer", "of these, slots whose block no request loaded yet; announced ones aside"),
     "name": Field("string", "of the announcement, as its sender gave it"),
     "slots_stuck": Field("integer", "slots that a store call past its deadline may still write to"),
@@ -233,7 +235,7 @@ FIELDS: dict[str, Field] = {
 
 _COUNTERS = (
     "slots", "slots_free", "slots_idle", "slots_unused", "slots_stuck", "slots_lost", "blocks_pinned", "blocks_wasted",
-    "requests", "leases", "orders",
+    "requests", "leases", "orders", "announcements_open", "blocks_ahead",
     "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints", "bad_records",
     "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
     "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "device_slots",

@@ -105,6 +105,8 @@ CATALOGUE: dict[str, Described] = {
     "unused_blocks": _gauge(
         "Of the idle slots, those whose block no request loaded yet; announced ones aside", _ENGINE, of="slots_unused"
     ),
+    "announcements_open": _gauge("Announced prompts whose request may still come", _ENGINE),
+    "blocks_ahead": _gauge("Blocks fetched for announced prompts, or to be fetched", _ENGINE),
     "device_slots": _gauge(
         "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
         _ENGINE_USE,

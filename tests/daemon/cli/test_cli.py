@@ -90,7 +90,8 @@ sys.exit(main(sys.argv[1:]))
     [
         (["--help"], 0, ""),
         (["check-config"], 0, ""),
-        (["warm", "/dev/null", "--socket", "/nonexistent"], 69, "no daemon answers"),
+        (["mode", "on", "--socket", "/nonexistent"], 69, "no daemon answers"),
+        (["prefetch", "--help"], 0, ""),
         (["serve", "--metrics-port", "0", "--socket", "/tmp/none"], 69, "pip install '.[daemon-cpu]'"),
     ],
 )
