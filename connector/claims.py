@@ -15,12 +15,13 @@ from typing import Any
 
 from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
-from . import hints
+from . import hints, request_hints
 from .clock import Clock
 from .config import ConnectorConfig, override
 from .geometry import Geometry
 from .hints import Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
+from .request_hints import RequestHints
 from .request_state import Answer, RequestState
 from .saves import Saves
 from .session import SchedulerSession
@@ -83,6 +84,7 @@ class Claims:
         self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
+        self._warned: set[str] = set()  # fields of requests' own hints
         self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
         self.this_pass = Pass()
 
@@ -91,8 +93,18 @@ class Claims:
         blocks: int = (tokens - self.last_tokens) // self._geometry.block_tokens
         return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
 
+    def own_hints(self, request: Any) -> RequestHints:
+        """The hints that a request brings with it. The first bad value of each field is one warning."""
+        found = request_hints.parse(request.kv_hints, request.kv_transfer_params)
+        if found.bad:
+            self._counters["bad_overrides"] += 1
+            for text in [found.bad[field] for field in found.bad.keys() - self._warned]:
+                log.warning("kvprefetch: request %s: kv.prefetch: %s; it is ignored", request.request_id, text)
+            self._warned |= found.bad.keys()
+        return found
+
     def push(
-        self, request: Any, usable: int, session: SchedulerSession, local_blocks: int, now_ns: int
+        self, request: Any, usable: int, session: SchedulerSession, local_blocks: int, now_ns: int, own: RequestHints
     ) -> Handle | None:
         """Hint at all usable blocks, of which some are not local. None when there is no flag or no room.
 
@@ -113,7 +125,7 @@ class Claims:
             session.allocator,
             request.block_hashes,
             request.request_id,
-            request.priority,
+            request.priority if own.priority is None else own.priority,
             NO_TRACE if headers is None else hints.trace_of(headers),
         )
         if handle is not None:
@@ -129,10 +141,12 @@ class Claims:
 
     def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
         """Hint at a request again; False when all is local, or when there was no room (counted)."""
+        own = request_hints.parse(state.request.kv_hints, state.request.kv_transfer_params)
+        state.limit(local_blocks + own.max_load_tokens // self._geometry.block_tokens)
         if local_blocks >= state.usable:
             self.dropped.pop(state.request.request_id, None)
             return False
-        handle = self.push(state.request, state.usable, session, local_blocks, now_ns)
+        handle = self.push(state.request, state.usable, session, local_blocks, now_ns, own)
         if handle is None:
             self.drop(state, session)
             return False

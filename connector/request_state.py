@@ -93,6 +93,10 @@ class RequestState:
         assert self.handle is None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
         self.handle, self.hinted_ns = handle, now_ns
 
+    def limit(self, usable: int) -> None:
+        """A hint is about to be sent, and may name no more than so many blocks."""
+        self.usable = min(self.usable, usable)
+
     def hinted_late(self) -> None:
         """A hint was sent at a visit."""
         self.late_hints += 1

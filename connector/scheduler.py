@@ -14,7 +14,7 @@ Rules that keep the engine's contract:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
@@ -31,6 +31,7 @@ from .link import Link
 from .loads import Loads, not_given
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from .policy import WaitPolicy
+from .request_hints import NO_HINTS
 from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import Resets
 from .saves import LocalCache, Saves
@@ -91,7 +92,8 @@ class SchedulerSide:
         handle: Handle | None = None
         full: SchedulerSession | None = None  # that has no room for the hint
         now = 0
-        loadable = geometry.loads and not request.skip_reading_prefix_cache
+        own = NO_HINTS if request.kv_hints is None and not request.kv_transfer_params else claims.own_hints(request)
+        loadable = geometry.loads and own.fetch and not request.skip_reading_prefix_cache
         usable = min((tokens - claims.last_tokens) // geometry.block_tokens, hashes // geometry.hashes_per_block)
         if loadable and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
             try:
@@ -100,7 +102,8 @@ class SchedulerSide:
                     session = self._usable_session()
                 if session is not None and session.alive(now := self._now_ns()):
                     local = self.cache.tokens(request) // geometry.block_tokens
-                    if local < usable and (handle := claims.push(request, usable, session, local, now)) is None:
+                    usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
+                    if local < usable and (handle := claims.push(request, usable, session, local, now, own)) is None:
                         full = session
             except SegmentCorrupt as error:
                 self.detach(error)
@@ -377,22 +380,3 @@ class SchedulerSide:
         self._answered.clear()
         if old is not None:
             self.saves.forget(old)
-
-    # --- checks for tests -------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise AssertionError where a request is in no legal state."""
-        for state in self.requests.values():
-            state.check()
-        assert self._answered == {name for name, state in self.requests.items() if state.answer is not None}
-
-    def held(self) -> list[str]:
-        """Name all that is held; [] when nothing goes on."""
-        held: dict[str, Collection[Any]] = {
-            "requests": self.requests,
-            "requests with unsaved blocks": self.saves.unsaved,
-            "loads": self.loads.running,
-            "answers taken": self.loads.kept,
-            "saves": self.saves.waiting,
-        }
-        return [f"{what} still held: {list(items)}" for what, items in held.items() if items]

@@ -29,7 +29,7 @@ COUNTERS: Mapping[str, str] = {
     "recomputed": "Requests that had nothing to take yet and did not wait, recomputing being sooner",
     "stopped": "Requests that waited only for the blocks under way: recomputing the others was sooner",
     "cut_short": "Loads of the ready part of a fetch that was not over",
-    "bad_overrides": "Requests whose own wait policy could not be read",
+    "bad_overrides": "Requests whose own wait policy or hints could not be read",
     "waits": "Requests that the scheduler had to wait for",
     "wait_seconds": "Time that the scheduler waited for requests; a pass that went to others ends it",
     "saves": "Saves dispatched to the workers",

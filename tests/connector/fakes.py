@@ -30,6 +30,7 @@ from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Stored
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
+from tests.support import scheduler_checks
 from tests.support.clock import Clock
 
 BLOCK = 16
@@ -198,6 +199,7 @@ class Request:
         self.prompt_embeds: Any = None
         self.session_id: str | None = None
         self.kv_transfer_params: object = None
+        self.kv_hints: object = None
         self._salt, self._ratio = salt or request_id, ratio
 
     @property
@@ -353,7 +355,7 @@ class Engine:
         tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
         output = scheduled_output(pairs, tables)
         meta = self.hooks.build_connector_meta(output)
-        self.side.check()
+        scheduler_checks.check(self.side)
         self.clock.advance_ms(step_ms)
         for request, tokens in pairs:
             request.num_computed_tokens += tokens

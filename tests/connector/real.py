@@ -51,6 +51,7 @@ from tests.lab import connectors
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.scheduler.model import LAYERS
 from tests.scheduler.shape import base_config, cache_config, sized
+from tests.support import scheduler_checks
 from tests.support.clock import Clock
 
 from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink
@@ -222,7 +223,7 @@ class RealEngine:
         self.clock.advance_ms(1)
         self.daemon.beat()
         output = self.scheduler.schedule()
-        self.side.check()
+        scheduler_checks.check(self.side)
         meta = output.kv_connector_metadata
         self.metas.append(getattr(meta, "metadata", [meta])[0 if self.options.first else -1])
         sampled = {name: [3] if self._samples(name) else [] for name in output.num_scheduled_tokens}
@@ -297,7 +298,7 @@ class RealEngine:
         self.daemon.drain()
         if flags := self.daemon.unreturned():
             found.append(f"flags not returned: {flags}")
-        found += self.side.held()
+        found += scheduler_checks.held(self.side)
         if self.scheduler.requests:
             found.append(f"requests in the scheduler: {list(self.scheduler.requests)}")
         if (free := self.pool.get_num_free_blocks()) != self.pool.num_gpu_blocks - 1:

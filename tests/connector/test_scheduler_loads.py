@@ -9,6 +9,7 @@ import pytest
 
 from kvprefetch.connector.known import NOTED_DIGESTS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
+from tests.support import scheduler_checks
 
 from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
 
@@ -81,7 +82,7 @@ def test_a_long_prompt_that_has_ended_leaves_no_digests() -> None:
     engine.take(request, blocks * BLOCK)
     engine.acknowledge(engine.step([(request, 1)]))
     engine.side.finished(request)
-    assert engine.side.held() == []
+    assert scheduler_checks.held(engine.side) == []
     alone = [bytes(range(32)), bytes(range(32))]
     held, nobody = ([sys.getrefcount(each) for each in (kept, kept[0], kept[-1])] for kept in (digests, alone))
     assert held == nobody, "the list, its first digest, its last"
@@ -227,7 +228,7 @@ def test_p35_an_answer_whose_blocks_come_later_is_loaded_then(between: str, bloc
     assert engine.daemon.flag("r").state == (FlagState.CLAIMED if ended else FlagState.RELEASED)
     assert engine.side.live_epochs() == {"another epoch": (2,), "no daemon": ()}.get(between, (1,))
     engine.side.finished(request)
-    assert engine.side.held() == []
+    assert scheduler_checks.held(engine.side) == []
 
 
 def test_an_answer_whose_blocks_come_later_says_how_many_it_can_fill() -> None:
@@ -248,7 +249,7 @@ def test_p35_an_answer_whose_blocks_come_never_is_given_back(end: str) -> None:
     assert engine.daemon.flag("r").state == FlagState.RELEASED
     engine.daemon.drain()
     assert [done.outcome for done in engine.daemon.dones] == [Outcome.ABORTED if end == "abort" else Outcome.UNUSED]
-    assert engine.side.held() == []
+    assert scheduler_checks.held(engine.side) == []
 
 
 @pytest.mark.parametrize("staged", [None, 3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scheduler_checks import held
+
 from .fakes import BLOCK, Engine, FakeDaemon, Request, one_group
 
 
@@ -45,7 +47,7 @@ def test_decode_blocks_only_when_asked(decode: bool, expected: bool) -> None:
         request.num_tokens += 1
         engine.acknowledge(engine.step([(request, 1)]))
     assert len(saved_digests(engine)) == expected
-    assert any("unsaved" in what for what in engine.side.held()) is decode, (
+    assert any("unsaved" in what for what in held(engine.side)) is decode, (
         "a step does not look at requests of which all is saved"
     )
 

@@ -24,6 +24,11 @@ def right(plain: Engine) -> list[list[int]]:
     return plain.run(PROMPTS).tokens
 
 
+def counters(engine: Engine) -> dict[str, int]:
+    found: dict[str, int] = engine.call("tests.e2e.probes:counters")
+    return found
+
+
 def test_locally_cached_tokens_equal_recomputed_ones(plain: Engine, right: list[list[int]]) -> None:
     again = plain.run(PROMPTS)
     assert again.tokens == right
@@ -53,6 +58,27 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
     counts = warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
     assert (counts["blocks"], counts["fetched"]) == (blocks, blocks)
+    engine.stop()
+
+
+def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site, right: list[list[int]]) -> None:
+    """`fetch: false` is a miss without a hint, and `max_load_tokens` caps a load; the tokens are right either way."""
+    engine = site.engine(extra={"cache_prefix": "own hints"})
+
+    def run(expected: list[int], **payload: Any) -> int:
+        """Return how many hints the daemon got."""
+        site.fresh(engine)
+        before = counters(engine).get("hints", 0)
+        action = {"action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
+        params = {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
+        served(engine.run(PROMPTS, sampling={"extra_args": {"kv_transfer_params": params}}), right, expected)
+        return counters(engine).get("hints", 0) - before
+
+    engine.run(PROMPTS)
+    assert run([0] * len(PROMPTS), fetch=False) == 0
+    assert run([2 * BLOCK] * len(PROMPTS), max_load_tokens=3 * BLOCK - 1) == len(PROMPTS)
+    assert run(hits(PROMPTS), priority=-1) == len(PROMPTS)
+    site.assert_idle()
     engine.stop()
 
 

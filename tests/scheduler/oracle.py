@@ -21,6 +21,7 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import Truth
 from tests.scheduler.workers import Workers
+from tests.support import scheduler_checks
 
 ON_PURPOSE = "made to fail"  # in the text of errors that are no findings
 
@@ -74,7 +75,7 @@ class Oracle:
             tokens = tuple(request.all_token_ids)
             for i, digest in enumerate(request.block_hashes):
                 self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * self.groups.hash_tokens])
-        self._side.check()
+        scheduler_checks.check(self._side)
         everyone = {rank.number for rank in self._workers.ranks}
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
@@ -195,7 +196,7 @@ class Oracle:
         wrong = [f"never reported as received: {name}" for name, count in self._receiving.items() if count]
         for what, orders in (("load", self._loads), ("save", self._saves)):
             wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
-        return wrong + self._side.held()
+        return wrong + scheduler_checks.held(self._side)
 
     def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int, group: int) -> str:
         return hashlib.sha256(self._truth.block(weights, tokens, rank, group)).hexdigest()

@@ -1,0 +1,85 @@
+"""The hints that a request brings with it: whether to fetch its KV, how urgently, and how much of it to load. Pure.
+
+A router puts vLLM's envelope of KV hints (vllm/v1/kv_hints/protocol.py) into `Request.kv_hints`, or as `kv_hints` or
+`kv_hint` into `kv_transfer_params`.  The action `kv.prefetch` of version 1.0 is known; other actions, versions and
+fields are ignored.  The cap of vLLM's OffloadingConnector counts too: `max_load_tokens` in `kv_transfer_params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..shmring.wire.checks import shown
+
+PROTOCOL_VERSION, ACTION_TYPE, ACTION_VERSION = "0.1", "kv.prefetch", "1.0"
+MAX_ACTIONS = 16  # of an envelope: the engine's thread reads no more
+NO_CAP = (1 << 63) - 1
+# The fields that are known, each with its type and its bounds. The ring carries a priority of 32 bits.
+_FIELDS: Mapping[str, tuple[type[int], int, int]] = {
+    "fetch": (bool, 0, 1),
+    "priority": (int, -(1 << 31), (1 << 31) - 1),
+    "max_load_tokens": (int, 0, NO_CAP),
+}
+
+
+class RequestHints(NamedTuple):
+    """`priority`: of the fetch, in place of the request's own. `bad`: by field, why a value is ignored, in one line.
+
+    At most `max_load_tokens` are loaded in addition to those in the engine's own cache.
+    """
+
+    fetch: bool = True
+    priority: int | None = None
+    max_load_tokens: int = NO_CAP
+    bad: Mapping[str, str] = MappingProxyType({})
+
+
+NO_HINTS = RequestHints()
+
+
+def parse(kv_hints: Any, kv_transfer_params: Any) -> RequestHints:
+    """Read these two attributes of a vLLM request; of several values of a field the last one counts."""
+    if kv_hints is None and not kv_transfer_params:
+        return NO_HINTS
+    params = kv_transfer_params if isinstance(kv_transfer_params, Mapping) else {}
+    found: dict[str, Any] = {}
+    bad: dict[str, str] = {}
+    _read({"max_load_tokens": params.get("max_load_tokens")}, found, bad)
+    given = ("kv_hint", params.get("kv_hint")), ("kv_hints", params.get("kv_hints")), ("kv_hints", kv_hints)
+    for name, envelope in given:
+        if envelope is not None:
+            for payload in _payloads(name, envelope, bad):
+                _read(payload, found, bad)
+    return RequestHints(**found, bad=bad) if found or bad else NO_HINTS
+
+
+def _payloads(name: str, envelope: Any, bad: dict[str, str]) -> Iterator[Mapping[Any, Any]]:
+    """Yield the payloads of the known actions."""
+    actions = _field(envelope, "actions")
+    if not isinstance(actions, list | tuple):
+        bad[name] = f"should be an object with a list of actions: {name}={shown(envelope)}"
+    elif _field(envelope, "protocol_version") == PROTOCOL_VERSION:
+        for action in actions[:MAX_ACTIONS]:
+            if (_field(action, "action_type"), _field(action, "action_version")) == (ACTION_TYPE, ACTION_VERSION):
+                payload = _field(action, "payload")
+                if isinstance(payload, Mapping):
+                    yield payload
+                else:
+                    bad["payload"] = f"should be an object: payload={shown(payload)}"
+
+
+def _field(holder: Any, name: str) -> Any:
+    """Return a field of a JSON object, or of vLLM's own structure; None where it is missing."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def _read(payload: Mapping[Any, Any], found: dict[str, Any], bad: dict[str, str]) -> None:
+    for name, (kind, least, most) in _FIELDS.items():
+        value = payload.get(name)
+        if type(value) is kind and least <= value <= most:
+            found[name] = value
+        elif value is not None:
+            wanted = "true or false" if kind is bool else f"an integer from {least} to {most}"
+            bad[name] = f"should be {wanted}: {name}={shown(value)}"

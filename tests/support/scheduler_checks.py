@@ -1,0 +1,27 @@
+"""Checks of a scheduler side from outside: the states of its requests, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from kvprefetch.connector.scheduler import SchedulerSide
+
+
+def check(side: SchedulerSide) -> None:
+    """Raise AssertionError where a request is in no legal state."""
+    for state in side.requests.values():
+        state.check()
+    assert side._answered == {name for name, state in side.requests.items() if state.answer is not None}
+
+
+def held(side: SchedulerSide) -> list[str]:
+    """Name all that is held; [] when nothing goes on."""
+    found: dict[str, Collection[Any]] = {
+        "requests": side.requests,
+        "requests with unsaved blocks": side.saves.unsaved,
+        "loads": side.loads.running,
+        "answers taken": side.loads.kept,
+        "saves": side.saves.waiting,
+    }
+    return [f"{what} still held: {list(items)}" for what, items in found.items() if items]
