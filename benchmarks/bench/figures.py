@@ -89,6 +89,9 @@ def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> d
             found["hidden"] = statistics.fmean(daemon["hidden"])
         if daemon["transfer_s"]:
             found["transfer_s"] = statistics.fmean(daemon["transfer_s"])
+        if daemon.get("announced_s"):  # results of before have none
+            found["announced_s"] = statistics.fmean(daemon["announced_s"])
+            found["announced_staged"] = daemon["announced_staged"] / daemon["announced_blocks"]
     return found
 
 
@@ -107,6 +110,8 @@ FIGURES = {
     "wait_s": "W: wait for the place, s",
     "after_wait_s": "TTFT after the place was free, s",
     "transfer_s": "hint to last byte, s",
+    "announced_s": "announced before the arrival, s",
+    "announced_staged": "share of announced blocks staged at arrival",
 }
 
 

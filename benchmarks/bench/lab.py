@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import variants
+from benchmarks.bench.announcing import Announcer
 from benchmarks.bench.far import Far
 from benchmarks.bench.served import Daemon, Served, merged
-from benchmarks.bench.setting import BLOCK, MODEL, SETS, SHORT_TOKENS, Pace, Setting, plan, prompts, stored
+from benchmarks.bench.setting import BLOCK, MODEL, SETS, SHORT_TOKENS, Pace, Plan, Setting, plan, prompts, stored
 from tests.lab import process
 from tests.lab.checkpoint import make_checkpoint
 from tests.lab.engine import Engine, EngineError, EngineSpec
@@ -82,6 +84,8 @@ class Lab:
             attached = sum(len(several) for variant, several in self._engines.items() if variants.ours(variant))
             if attached and self._far.daemon.wait_record("engine.attached", count=known + attached) is None:
                 raise EngineError("an engine did not attach to the daemon")
+            if variants.ANNOUNCED in self._engines:
+                self._announcer = Announcer(self._far.daemon.socket, variants.ANNOUNCED)
             self._far.away(max(each.rate_mbit(1.0) for each in settings))
             if not self._partial:
                 for setting in settings:
@@ -132,7 +136,10 @@ class Lab:
                 timeout_s=PASS_S,
                 events=False,
             )
+        said = self._announce(variant, setting, asked)
         results: list[Pass] = [engine.finish(timeout_s=PASS_S + 10) for engine in engines]
+        if said is not None:
+            said.result()
         served = merged(list(zip(parts, results, strict=True)))
         served.others_cores = round(others.cores(), 2)
         engine_s, all_s, link_bytes = (now - then for now, then in zip(self._used(engines), before, strict=True))
@@ -146,6 +153,11 @@ class Lab:
             for line in served.lines:
                 served.daemon.add(line)
         return served
+
+    def _announce(self, variant: str, setting: Setting, asked: Plan) -> Future[None] | None:
+        if variant != variants.ANNOUNCED or asked.arrivals_s is None:
+            return None
+        return self._announcer.begin(asked.prompts, [at - setting.level for at in asked.arrivals_s])
 
     def _used(self, engines: Sequence[Engine]) -> tuple[float, float, float]:
         """So far: CPU seconds of these engines, of all our processes, and bytes received over the link."""

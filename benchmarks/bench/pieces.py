@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bench.setting import Setting
-from benchmarks.bench.variants import DEFAULT, LOCAL, ON_DEMAND, OURS
+from benchmarks.bench.variants import ANNOUNCED, DEFAULT, LOCAL, ON_DEMAND, OURS
 
 BASE = Setting()
 
@@ -137,6 +137,16 @@ PIECES = {
             lambda base, at: base.but(engines=int(at)),
             Setting(requests=24),
             variants=(LOCAL, "upstream-async", OURS),
+        ),
+        Piece(
+            "announce",
+            "What does an announcement before the request bring an engine without a queue?",
+            "announced before the arrival, s",
+            (0, 0.05, 0.1, 0.2, 0.5),
+            (0, 0.2),
+            lambda base, at: base.but(level=at),
+            Setting(arrivals="apart", requests=8, places=1, output_tokens=(8, 8), link_mbit=160),
+            variants=(LOCAL, ON_DEMAND, ANNOUNCED),
         ),
     )
 }

@@ -24,6 +24,7 @@ COLORS = {
     "kvprefetch-on-demand": "#56B4E9",
     "kvprefetch": "#009E73",
     "kvprefetch-wait": "#0072B2",
+    "kvprefetch-announced": "#009E73",
     "kvprefetch-timeout": "#0072B2",
     "kvprefetch-best-effort": "#0072B2",
 }

@@ -42,6 +42,11 @@ class Daemon:
     hidden: list[float] = field(default_factory=list)
     """Hidden fraction, of requests that fetched."""
     exposed_s: list[float] = field(default_factory=list)
+    announced_s: list[float] = field(default_factory=list)
+    """From the announcement to the hint, of requests that were announced."""
+    announced_blocks: int = 0
+    announced_staged: int = 0
+    """Of `announced_blocks`, those that were staged when the hint came."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Take one ``request.done`` line."""
@@ -51,6 +56,10 @@ class Daemon:
         self.exposed_s.append(round(MS * line["exposed_ms"], 5))
         if line["hidden_fraction"] is not None:
             self.hidden.append(round(line["hidden_fraction"], 4))
+        if line.get("announced_ms") is not None:
+            self.announced_s.append(round(MS * line["announced_ms"], 5))
+            self.announced_blocks += line["announced_blocks"]
+            self.announced_staged += line["announced_staged"]
         if line["last_byte_ms"] is not None and line["hint_seen_ms"] is not None:
             self.transfer_s.append(round(MS * (line["last_byte_ms"] - line["hint_seen_ms"]), 5))
 

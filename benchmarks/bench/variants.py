@@ -11,6 +11,7 @@ from tests.lab import connectors
 LOCAL, RECOMPUTED = "local", "recomputed"
 OURS = "kvprefetch"
 ON_DEMAND = "kvprefetch-on-demand"
+ANNOUNCED = "kvprefetch-announced"
 UPSTREAM = ("upstream-sync", "upstream-async")
 LMCACHE = ("lmcache", "lmcache-eager")
 # What our connector is given, beyond what all of ours have.
@@ -20,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kvprefetch-wait": {"wait_policy": "wait"},
     "kvprefetch-timeout": {"wait_policy": "timeout", "wait_timeout_ms": 5000},
     "kvprefetch-best-effort": {"wait_policy": "best_effort"},
+    ANNOUNCED: {"wait_policy": "wait"},
 }
 ALL = (LOCAL, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
 DEFAULT = (LOCAL, "upstream-async", ON_DEMAND, OURS)
@@ -55,7 +57,8 @@ def transfer(variant: str, socket: Path) -> dict[str, Any] | None:
     LMCache's comes from its server (tests/lab/lmcache.py).
     """
     if variant in OPTIONS:
-        return connectors.ours(socket, role="kv_consumer", key_format="vllm", **OPTIONS[variant])
+        found = connectors.ours(socket, role="kv_consumer", key_format="vllm", **OPTIONS[variant])
+        return {**found, "engine_id": variant} if variant == ANNOUNCED else found
     if variant in UPSTREAM:
         return connectors.upstream(role="kv_consumer", lookup_async=variant == "upstream-async")
     return None

@@ -96,6 +96,27 @@ def test_the_least_mean_waits_for_place_or_link() -> None:
     assert half.middle == pytest.approx((0.145 + 0.17 + 1.0) / 3)
 
 
+def test_an_announcement_brings_the_least_forward() -> None:
+    """F 0.25 s. The ideal computes for 0.02 s; what is announced 0.1 s before the arrival waits for 0.15 s more."""
+    ideal = passed("local", (1.0, 1.02, 2), (3.0, 3.02, 4))
+    for ahead, least in ((0.0, 0.27), (0.1, 0.17), (0.5, 0.02)):
+        found = least_mean_s(point(ideal, arrivals="apart", level=ahead))
+        assert found is not None
+        assert found.middle == pytest.approx(least)
+
+
+def test_announced_blocks_are_counted_where_requests_were_announced() -> None:
+    line = {"outcome": "loaded", "bytes": 0, "loaded_blocks": 4, "exposed_ms": 0.0, "hidden_fraction": None}
+    line |= {"hint_seen_ms": 1.0, "last_byte_ms": None}
+    daemon = Daemon()
+    for staged, ahead_ms in ((4, 200.0), (1, 100.0)):
+        daemon.add({**line, "announced_ms": ahead_ms, "announced_blocks": 4, "announced_staged": staged})
+    daemon.add({**line, "announced_ms": None, "announced_blocks": 0, "announced_staged": 0})
+    found = per_round(passed("a", (0, 1, 2), daemon=daemon), asdict(Setting()), BLOCK_BYTES)
+    assert found["announced_s"] == pytest.approx(0.15)
+    assert found["announced_staged"] == 5 / 8
+
+
 @pytest.mark.parametrize(
     "setting", [{"arrivals": "closed"}, {"far": "disk"}, {"shared": 0.5}, {"engines": 2}, {"hit": 0.0}]
 )
