@@ -65,7 +65,7 @@ class SchedulerSide:
         self.resets = Resets(link, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
-        self._answered: set[str] = set()
+        self.answered: set[str] = set()
         self._saving = geometry.saves and config.mode == "on"
         self.events = SavedBlocks(geometry) if publish and self._saving else None
         self.steps = StepTimes()
@@ -146,7 +146,7 @@ class SchedulerSide:
                 if answer.start == start:
                     return answer.count * self._geometry.block_tokens, answer.asynchronous
                 self.claims.withdraw(state)
-                self._answered.discard(request.request_id)
+                self.answered.discard(request.request_id)
             session, link = self._session, self.link
             if session is not link.session or link.confirmed_reset < self.resets.generation:
                 session = self._usable_session()
@@ -154,7 +154,7 @@ class SchedulerSide:
                 return NOTHING
             reply = self.claims.match(state, session, start, running=len(self.running))
             if state.answer is not None:
-                self._answered.add(request.request_id)
+                self.answered.add(request.request_id)
             if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
                 self._waits.deferred(state, self._now_ns())
             return reply
@@ -172,7 +172,7 @@ class SchedulerSide:
         if num_external_tokens > 0:
             if state is None:
                 raise not_given(request.request_id, num_external_tokens)
-            self._answered.discard(request.request_id)
+            self.answered.discard(request.request_id)
             self.loads.dispatch(state, blocks, num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
@@ -189,7 +189,7 @@ class SchedulerSide:
     def _admitted_without_load(self, state: RequestState) -> None:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
-        self._answered.discard(request_id)
+        self.answered.discard(request_id)
         self.claims.give_back(request_id, self.loads.forget(request_id, self._session), Outcome.UNUSED)
         self.claims.give_back(request_id, state.settle(), Outcome.UNUSED)
 
@@ -229,8 +229,8 @@ class SchedulerSide:
         self._waits.pass_ended(now)
         try:
             session = self._usable_session()
-            while self._answered:
-                state = self.requests[self._answered.pop()]
+            while self.answered:
+                state = self.requests[self.answered.pop()]
                 if compat.waits_for_load(state.request):
                     self.loads.keep(state)
                 else:
@@ -328,7 +328,7 @@ class SchedulerSide:
     @detaching(None)
     def _abort(self, state: RequestState, request_id: str) -> None:
         """A request has ended that vLLM may not have admitted."""
-        self._answered.discard(request_id)
+        self.answered.discard(request_id)
         kept = self.loads.forget(request_id, self._session)
         self.claims.give_back(request_id, kept, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
@@ -347,7 +347,7 @@ class SchedulerSide:
         self.resets.begin()
         self._usable_session()
         self._give_up_handles()
-        self._answered.clear()
+        self.answered.clear()
         # A running request goes on filling the engine's own prefix cache on top of its old KV.
         old = [state.reset() for state in self.requests.values()]
         self._stale_local = any(old) or self.cache.blocks() > 0
@@ -377,6 +377,6 @@ class SchedulerSide:
         self.quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
         for state in self.requests.values():
             state.drop()
-        self._answered.clear()
+        self.answered.clear()
         if old is not None:
             self.saves.forget(old)

@@ -12,7 +12,7 @@ def check(side: SchedulerSide) -> None:
     """Raise AssertionError where a request is in no legal state."""
     for state in side.requests.values():
         state.check()
-    assert side._answered == {name for name, state in side.requests.items() if state.answer is not None}
+    assert side.answered == {name for name, state in side.requests.items() if state.answer is not None}
 
 
 def held(side: SchedulerSide) -> list[str]:

@@ -1,0 +1,112 @@
+"""The router of docs/examples in front of two real engines: what waits for a place there is staged when it comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kvprefetch.daemon.config.model import hints_socket
+from tests.e2e.conftest import BLOCK, Site, whole_blocks
+from tests.lab.engine import Engine
+from tests.lab.process import REPO, free_ports
+from tests.lab.prompts import make_prompts
+from tests.support.auditor import ask_daemon
+from tests.support.waiting import eventually
+
+PROMPTS = make_prompts(3, 300, seed=31)
+TOKENS = 8
+
+
+@contextmanager
+def http_server(name: str, engine: Engine, may_begin: threading.Event) -> Iterator[str]:
+    """Serve completions of this engine, one at a time, from the moment when they may begin."""
+
+    class Completions(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            assert may_begin.wait(120)
+            (tokens,) = engine.run([prompt], max_tokens=TOKENS).tokens
+            text = json.dumps({"engine": name, "tokens": tokens}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing in the tests' output."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Completions) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def router(site: Site, *engines: str) -> Iterator[str]:
+    (port,) = free_ports(1)
+    argv = [sys.executable, str(REPO / "docs/examples/router.py"), str(port), str(hints_socket(site.daemon.socket))]
+    process = subprocess.Popen([*argv, *engines], stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}/v1/completions"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def asked(url: str, prompt: list[int]) -> Any:
+    body = json.dumps({"prompt": prompt, "max_tokens": TOKENS}).encode()
+
+    def answer() -> Any:
+        try:
+            with urllib.request.urlopen(url, body, timeout=120) as response:
+                return json.loads(response.read())
+        except urllib.error.URLError:  # it does not listen yet
+            return None
+
+    return eventually(answer, what="the router's answer")
+
+
+def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
+    engines = [site.engine(extra={"cache_prefix": "router"}) for _ in range(2)]
+    names = [str(line["engine"]) for line in site.daemon.records("engine.attached")[-2:]]
+    right = engines[0].run(PROMPTS, max_tokens=TOKENS).tokens
+    site.fresh(engines[0])
+    before, may_begin = len(site.daemon.records("request.done")), threading.Event()
+    with (
+        http_server(names[0], engines[0], may_begin) as first,
+        http_server(names[1], engines[1], may_begin) as second,
+        router(site, f"{names[0]}={first}", f"{names[1]}={second}") as url,
+        ThreadPoolExecutor(len(PROMPTS)) as clients,
+    ):
+        answers = [clients.submit(asked, url, prompt) for prompt in PROMPTS]
+        blocks = [whole_blocks(prompt) // BLOCK for prompt in PROMPTS]
+        eventually(
+            lambda: sum(int(each["slots_idle"]) for each in ask_daemon(site.daemon.socket).engines) == sum(blocks),
+            what="all announced blocks",
+        )
+        may_begin.set()
+        found = [each.result() for each in answers]
+        assert [each["tokens"] for each in found] == right
+        assert {each["engine"] for each in found} == set(names), "the load is shared out"
+        assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
+        lines = site.daemon.records("request.done")[before:]
+        assert [(line["outcome"], line["announced_blocks"], line["announced_staged"]) for line in lines] == [
+            ("loaded", each, each) for each in blocks
+        ]
+        assert min(line["announced_ms"] for line in lines) > 0
+        again = asked(url, PROMPTS[0])
+        assert again == found[0], "the engine that has the prompt"
+    site.assert_idle()
+    for engine in engines:
+        engine.stop()
