@@ -20,7 +20,8 @@ BLOCK = 64  # tokens of the parts that are compared
 
 class Engine:
     def __init__(self, name: str, url: str) -> None:
-        self.name, self.url, self.place, self.waiting, self.known = name, url, threading.Lock(), 0, set()
+        self.name, self.url, self.place, self.waiting = name, url, threading.Lock(), 0
+        self.known: set[int] = set()
 
     def length(self, prompt: list[int]) -> int:
         ends = range(BLOCK, len(prompt) + 1, BLOCK)
