@@ -80,7 +80,8 @@ class Claims:
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
         self._shadow = config.mode == "shadow"
         # Of several groups vLLM takes back a load that failed only where it waits for it.
-        self._load_mode = config.load_mode if geometry.groups.partial else "async"
+        self._load_mode = config.load_mode if len(geometry.groups) == 1 else "async"
+        self._in_part = geometry.groups.partial
         self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
@@ -174,7 +175,7 @@ class Claims:
     def waits_behind(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Whether `match` would only find again that this deferred request waits behind another one of the pass."""
         handle, wait = state.handle, state.wait
-        if not self.this_pass.waits or handle is None or wait is None or wait.counts or not handle.asked_ns:
+        if handle is None or wait is None or wait.counts or not handle.asked_ns:
             return False
         local, block_tokens = handle.local_blocks, self._geometry.block_tokens
         if not local * block_tokens <= num_computed_tokens < handle.blocks * block_tokens:
@@ -196,31 +197,35 @@ class Claims:
             return PENDING
         # vLLM asks only for a request that it has a place for.
         visit = _tuple(Visit, (start, usable, self._now_ns(), min(taken, places - 1) / places))
-        handle = state.handle
-        if handle is not None and not self._shadow:
+        handle = None if self._shadow else state.handle
+        if handle is not None:
             flag = handle.look()
+            if flag.state == HINTED and start >= handle.local_blocks:
+                if not session.alive(visit.now_ns):
+                    return NOTHING
+                if state.wait is None:
+                    flag, visit = self._first_visit(state, handle, flag, visit)
+                if flag.state == HINTED:
+                    return self._hinted(state, handle, flag, visit)
             if flag.state == EXPIRED:
                 self.finish(state, Outcome.LOST)
             elif start < handle.local_blocks:
                 # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
                 self.finish(state, Outcome.EVICTED)
                 state.evicted()
-            elif flag.state != HINTED:
-                return self._ended(state, handle, flag, visit)
-            else:
-                return self._hinted(state, handle, flag, visit) if session.alive(visit.now_ns) else NOTHING
-        if not session.alive(visit.now_ns):
-            return NOTHING
-        if self._shadow:
-            if state.handle is None:
-                self._late_hint(state, session, start)
-            return NOTHING
-        return self._unhinted(state, session, visit)
+            elif flag.state != HINTED:  # after a stop, nothing is no miss
+                return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
+        return self._unhinted(state, session, visit) if session.alive(visit.now_ns) else NOTHING
 
     def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Reply:
         """There is no hint: send one and wait for it, as long as the policy allows."""
-        wait = state.wait or state.start_wait(self._begin(state.request, visit.start, visit.now_ns))
-        verdict = self._judge(wait, visit.start, visit.usable, visit)
+        if self._shadow:
+            if state.handle is None:
+                self._late_hint(state, session, visit.start)
+            return NOTHING
+        wait = state.wait or self._start_wait(state, visit.start, visit.now_ns)
+        wait.stopped, first = False, not self.this_pass.waits
+        verdict = self._policy.verdict(wait, visit.start, visit.usable, visit.now_ns, load=visit.load, first=first)
         if verdict is Verdict.WAIT and self._late_hint(state, session, visit.start):
             self.this_pass.waits |= wait.policy == "adaptive"  # one that waits at any cost decides for itself only
             return PENDING
@@ -228,54 +233,33 @@ class Claims:
 
     def _hinted(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
         """The fetch goes on: wait for it, or make do with what is ready."""
-        wait = state.wait
-        first_visit = wait is None
-        if wait is None:
-            wait = state.start_wait(self._begin(state.request, max(visit.start, flag.count), visit.now_ns))
-            if wait.policy != "best_effort":
-                flag = self._look_on(handle, flag, visit)
-                visit = visit._replace(now_ns=self._now_ns())
-                if flag.state == EXPIRED:
-                    return PENDING  # since the first look: the next visit hints again
-                if flag.state != HINTED:
-                    return self._ended(state, handle, flag, visit)
+        wait, this_pass = state.wait, self.this_pass
+        assert wait is not None
         found = handle.session.flags.found(handle.flag)
         limit = min(found, visit.usable) if found and wait.policy == "adaptive" else visit.usable
         ready = max(visit.start, flag.count)
         if not wait.counts:
             wait.hinted = state.hinted_ns, max(0, flag.count - handle.local_blocks)
-        verdict = self._judge(wait, ready, limit, visit, stopped=handle.stopped)
+        wait.stopped, first = handle.stopped, not this_pass.waits
+        verdict = self._policy.verdict(wait, ready, limit, visit.now_ns, load=visit.load, first=first)
         if verdict in _OVERTAKEN and wait.policy == "adaptive" and not handle.missing:
             handle.missing = max(0, limit - ready)
             handle.cost_ns = int(self._policy.cost_ns(handle.missing, visit.load))
-        if verdict is Verdict.WAIT or (verdict is Verdict.STOP and self._stop(handle, found, visit)):
+        if verdict is Verdict.STOP and self._in_part and found > visit.start:
+            # With a full ring the next visit that finds the same tries again.
+            self._counters["stopped"] += hints.stop(handle, visit.now_ns)
+        elif verdict is not Verdict.WAIT:  # STOP, too, where nothing that is under way would be of use
+            outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
+            return self._take(state, handle, flag, visit, outcome)
+        if not handle.asked_ns:
             hints.ask(handle, visit.now_ns)
-            self.this_pass.kept_places += first_visit and found <= handle.local_blocks
-            self.this_pass.waits |= wait.policy == "adaptive"
-            return PENDING
-        return self._take(state, handle, flag, visit, Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED)
+        this_pass.kept_places += not state.waited and found <= handle.local_blocks
+        this_pass.waits |= wait.policy == "adaptive"
+        return PENDING
 
-    def _judge(self, wait: Wait, ready: int, limit: int, visit: Visit, *, stopped: bool = False) -> Verdict:
-        wait.stopped, first = stopped, not self.this_pass.waits
-        return self._policy.verdict(wait, ready, limit, visit.now_ns, load=visit.load, first=first)
-
-    def _stop(self, handle: Handle, found: int, visit: Visit) -> bool:
-        """Stop the fetch; False where nothing is under way, or where only all blocks together are of use.
-
-        The push may find the ring full: then the next visit that finds the same tries again.
-        """
-        if found <= visit.start or not self._geometry.groups.partial:
-            return False
-        self._counters["stopped"] += hints.stop(handle, visit.now_ns)
-        return True
-
-    def _ended(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
-        """Take what the fetch brought; after a stop, nothing is no miss."""
-        return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
-
-    def _begin(self, request: Any, ready: int, now_ns: int) -> Wait:
-        """The wait of a request that its first visit finds pending; its own wishes are read now."""
-        config = self._config
+    def _start_wait(self, state: RequestState, ready: int, now_ns: int) -> Wait:
+        """The request's first visit finds it pending; its own wishes are read now."""
+        config, request = self._config, state.request
         params = request.kv_transfer_params
         if params and (wishes := params.get(OVERRIDE_KEY)) is not None:
             try:
@@ -285,23 +269,24 @@ class Claims:
                 if now_ns - self._warned_ns >= _WARN_EVERY_NS:
                     self._warned_ns = now_ns
                     log.warning("kvprefetch: request %s: %s; the default is used", request.request_id, error)
-        return Wait.begin(config.wait_policy, config.wait_timeout_ms, now_ns, ready)
+        return state.start_wait(Wait(config.wait_policy, config.wait_timeout_ms, now_ns, ready))
 
-    def _look_on(self, handle: Handle, flag: Flag, visit: Visit) -> Flag:
-        """Look for a moment at a flag that may be about to change.
+    def _first_visit(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> tuple[Flag, Visit]:
+        """Begin a wait, and look for a moment at a flag that may be about to change.
 
         An idle engine would sleep for a millisecond: it sleeps for less between looks.  A busy engine only finds out
         whether the store holds anything, without a system call: a miss that is deferred loses its place to requests
         behind it.
         """
+        wait = self._start_wait(state, max(visit.start, flag.count), visit.now_ns)
         idle = visit.load == 0.0 and not self._geometry.lockstep
         left = (self._idle_wait_ns if idle else self._spin_ns) - self.this_pass.looked_ns
-        if left <= 0 or self._policy.recompute_ns(visit.usable - flag.count) < left:
-            return flag  # what could come is not worth it
+        if wait.policy == "best_effort" or left <= 0 or self._policy.cost_ns(visit.usable - flag.count, 0.0) < left:
+            return flag, visit  # what could come is not worth it
         hints.ask(handle, visit.now_ns)
         found, began_ns = handle.session.flags.found, visit.now_ns
         now_ns = began_ns
-        while flag.state == FlagState.HINTED and now_ns - began_ns < left:
+        while flag.state == HINTED and now_ns - began_ns < left:
             if idle:
                 self._pause()
             elif found(handle.flag) > handle.local_blocks:
@@ -310,7 +295,7 @@ class Claims:
         self.this_pass.looked_ns += now_ns - began_ns
         self._counters["wait_ns"] += now_ns - began_ns
         handle.waited_ns += now_ns - began_ns
-        return flag
+        return flag, _tuple(Visit, (visit.start, visit.usable, now_ns, visit.load))
 
     def _late_hint(self, state: RequestState, session: SchedulerSession, start: int) -> bool:
         """Hint at a visited request without a hint. False after MAX_LATE_HINTS; without room the next visit retries."""
@@ -333,7 +318,6 @@ class Claims:
         stop = flag.count - dropped
         if stop <= visit.start:
             self._note_found(handle, flag)
-            self.finish(state, outcome)
             return self._settle(state, outcome)
         unit = geometry.block_tokens
         local, staged = handle.local_blocks * unit, flag.count * unit
@@ -361,7 +345,7 @@ class Claims:
 
     def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
         """There is nothing to take, and there will be nothing."""
-        state.settle()
+        self.give_back(state.request.request_id, state.settle(), outcome)
         if outcome == Outcome.MISS:
             self._counters["misses"] += 1
         else:

@@ -108,7 +108,7 @@ def of_engine(
         "layers": _digest([[layer, *_kind(spec)] for layer, spec in specs.items()]),
         "layout": layout,
     }
-    if not rules.partial:
+    if len(rules) > 1:
         # Layers of unlike groups lie in the same memory, in the groups' order.
         pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]
         found["groups"] = _digest([rules.hash_tokens, rules.groups, pages])

@@ -30,7 +30,7 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
         )
     found = Groups(tuple(_group(each.kv_cache_spec) for each in groups), hash_tokens)
     found.check()
-    if not found.partial and (drafts or any(each.is_eagle_group for each in groups)):
+    if len(groups) > 1 and (drafts or any(each.is_eagle_group for each in groups)):
         raise ValueError(
             "drafts from hidden states are served with one KV group of full attention only: "
             f"groups={len(groups)} kinds={','.join(sorted({group.kind.value for group in found.groups}))}"

@@ -63,7 +63,7 @@ class Visit(NamedTuple):
     load: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Wait:
     """One admission's wait from its first visit on; `counts`: it is judged (adaptive: once no request before it waits).
 
@@ -77,15 +77,15 @@ class Wait:
     bound_ns: int
     ready: int
     progress_ns: int
-    base: int = 0
-    counts: bool = True
-    stopped: bool = False
-    hinted: tuple[int, int] = (0, 0)
+    base: int
+    counts: bool
+    stopped: bool
+    hinted: tuple[int, int]
 
-    @classmethod
-    def begin(cls, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> Wait:
-        bound = WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000
-        return cls(policy, now_ns, now_ns + bound, ready, now_ns, counts=policy != "adaptive")
+    def __init__(self, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> None:
+        self.policy, self.ready, self.began_ns, self.progress_ns = policy, ready, now_ns, now_ns
+        self.bound_ns = now_ns + (WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000)
+        self.base, self.counts, self.stopped, self.hinted = 0, policy != "adaptive", False, (0, 0)
 
 
 def loads_beside(size_bytes: int, max_bytes: int, *, load: float) -> bool:
@@ -100,13 +100,12 @@ class WaitPolicy:
         self._steps, self._block_tokens = steps, block_tokens
         self._came = self._came_ns = 0  # blocks for any request that waited, and when the last ones were seen
 
-    def recompute_ns(self, blocks: int) -> float:
-        """Time to recompute so many blocks: the most that waiting for them can save; inf until that was measured."""
-        return self._steps.prefill_ns(blocks * self._block_tokens)
-
     def cost_ns(self, blocks: int, load: float) -> float:
-        """What recomputing so many blocks costs the engine; `load`: as in Visit."""
-        return self.recompute_ns(blocks) / (1.0 - load)
+        """What recomputing so many blocks costs the engine; inf until that was measured. `load`: as in Visit.
+
+        With a load of 0 it is the time that recomputing takes: the most that waiting for these blocks can save.
+        """
+        return self._steps.prefill_ns(blocks * self._block_tokens) / (1.0 - load)
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
         """A visit finds so many blocks ready: more than before, or fewer as some were taken back."""
@@ -130,11 +129,10 @@ class WaitPolicy:
             return Verdict.TAKE
         if wait.counts and now_ns >= wait.bound_ns:
             return Verdict.LATE
-        judged = wait.counts and wait.policy == "adaptive"
-        return self._judge(wait, max(0, limit - ready), now_ns, load) if judged else Verdict.WAIT
-
-    def _judge(self, wait: Wait, missing: int, now_ns: int, load: float) -> Verdict:
-        most = SILENCE * self.cost_ns(missing, load)
+        if wait.policy != "adaptive" or not wait.counts:
+            return Verdict.WAIT
+        missing = max(0, limit - ready)
+        most = SILENCE * self._steps.prefill_ns(missing * self._block_tokens) / (1.0 - load)
         visit = self._steps.decode_ns if load else IDLE_VISIT_NS
         if now_ns - wait.progress_ns > STOP_FACTOR * most or (most < visit and not wait.stopped):
             return Verdict.TAKE

@@ -107,7 +107,7 @@ class RequestState:
 
     def start_wait(self, wait: Wait) -> Wait:
         """A visit found the request pending for the first time."""
-        assert self.queued and self.wait is None, self  # noqa: PT018
+        assert not (self.settled or self.loading or self.answer or self.wait), self  # noqa: PT018
         self.wait = wait
         return wait
 

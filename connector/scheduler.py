@@ -123,7 +123,8 @@ class SchedulerSide:
         try:
             if state.deferred_ns:
                 if (
-                    not self._stale_local
+                    self.claims.this_pass.waits
+                    and not self._stale_local
                     and self.link.session is self._session
                     and self.claims.waits_behind(state, num_computed_tokens)
                 ):

@@ -30,17 +30,14 @@ class _PrefillCost:
 
     def __init__(self) -> None:
         self._xy = self._xx = 0.0
-
-    @property
-    def token_ns(self) -> float:
-        """Per token; 0 when not measured."""
-        return self._xy / self._xx if self._xx >= _LEAST_TOKENS**2 else 0.0
+        self.token_ns = 0.0  # per token; 0 when not measured
 
     def add(self, tokens: int, added_ns: float) -> None:
         x = float(tokens)
         keep = 0.5 ** (x * x / _MEMORY_TOKENS2)
         self._xy = keep * self._xy + x * max(0.0, added_ns)
         self._xx = keep * self._xx + x * x
+        self.token_ns = self._xy / self._xx if self._xx >= _LEAST_TOKENS**2 else 0.0
 
 
 class _Step(NamedTuple):

@@ -42,7 +42,7 @@ class WorkerSide:
         self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies, groups: Groups
     ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
-        self._in_part = groups.partial  # what of a load that failed came before its first bad block may be used
+        self._one_group = len(groups) == 1
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -93,7 +93,7 @@ class WorkerSide:
     def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
         # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
         log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
-        if self._in_part:
+        if self._one_group:
             self._failed_blocks.update(order.block_ids)
         else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous
             self._failed_requests.add(order.request_id)

@@ -115,7 +115,7 @@ class Prompt:
     @property
     def partial(self) -> bool:
         """Whether each leading part of the chosen blocks is a prefix, too."""
-        return self._groups.partial
+        return self._digests is None
 
     @property
     def settled(self) -> bool:
@@ -244,7 +244,7 @@ class Prompt:
 
     def shown(self, ready: int) -> int:
         """Return the blocks of the flag of which all is staged, once so many leading ones of the chosen blocks are."""
-        if self.partial:
+        if self._digests is None:
             return self.local_blocks + ready
         return self._chosen // self._groups.unit_tokens if ready == self._entries else self.local_blocks
 

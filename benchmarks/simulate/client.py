@@ -94,7 +94,7 @@ class Client:
         flag = self._node.flag(request.key) if request.key is not None else Flag()
         ready = max(start, flag.count)
         if request.wait is None:
-            request.wait = Wait.begin(self._policy.wait, self._policy.timeout_ms, now, ready)
+            request.wait = Wait(self._policy.wait, self._policy.timeout_ms, now, ready)
         wait = request.wait
         limit = min(flag.found, request.blocks) if flag.found else request.blocks
         first = self._first()

@@ -84,7 +84,7 @@ def steps_of(world: World, *, busy: bool) -> StepTimes:
 
 def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_policy: Policy = "adaptive") -> int:
     """When the prefix is computed, in ns after the first visit."""
-    wait = Wait.begin(wait_policy, 3_600_000, begun, world.ready(0))
+    wait = Wait(wait_policy, 3_600_000, begun, world.ready(0))
     at = 0
     ends = world.found
     while True:
@@ -166,7 +166,7 @@ def policy() -> WaitPolicy:
 
 
 def begin(policy_name: Policy = "adaptive", ready: int = 0) -> Wait:
-    return Wait.begin(policy_name, 5000, 100 * SEC, ready)
+    return Wait(policy_name, 5000, 100 * SEC, ready)
 
 
 def look(
@@ -238,7 +238,7 @@ def test_what_was_taken_back_is_waited_for_again_within_the_same_silence(policy:
 
 def test_before_a_prefill_was_measured_every_request_waits_until_its_bound() -> None:
     policy = WaitPolicy(StepTimes(), BLOCK_TOKENS)
-    assert policy.recompute_ns(1) == math.inf
+    assert policy.cost_ns(1, 0.0) == math.inf
     wait = begin()
     assert {look(policy, wait, 0, at) for at in (0, 100, 4999)} == {Verdict.WAIT}
     assert look(policy, wait, 0, 5000) is Verdict.LATE

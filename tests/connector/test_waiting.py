@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from kvprefetch.connector.claims import Claims, Pass
-from kvprefetch.connector.policy import WAIT_BOUND_NS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, MS, Engine, FakeDaemon, Request, fails_with
@@ -59,52 +58,6 @@ def test_a_fetch_that_stops_half_way_gives_what_it_brought() -> None:
     assert len(engine.step([(request, 20 * BLOCK + 1)]).loads[0].slots) == 20
 
 
-def test_what_was_taken_back_is_waited_for_as_long_as_what_never_came() -> None:
-    """Thirty blocks came at once, and went."""
-    engine = measured()
-    request = engine.add("r", 40 * BLOCK + 1)
-    assert engine.match(request) == PENDING
-    step(engine)
-    hint = engine.daemon.stage("r", 30, ready=False, found=40)
-    assert engine.match(request) == PENDING
-    step(engine)
-    engine.daemon.move(hint.flag, FlagState.HINTED, 0)
-    assert engine.match(request) == PENDING
-    wait = engine.side.requests["r"].wait
-    assert wait is not None
-    assert wait.ready == 0
-    reply, visits = visits_until_decided(engine, request)
-    assert reply == NOTHING
-    assert visits <= 24
-
-
-def test_a_fetch_that_goes_on_is_waited_for() -> None:
-    engine = measured()
-    request = engine.add("r", 40 * BLOCK + 1)
-    for count in range(0, 40, 8):
-        engine.daemon.stage("r", count, ready=False, found=40)
-        assert engine.match(request) == PENDING
-        step(engine)
-    engine.daemon.stage("r", 40)
-    assert engine.match(request) == (40 * BLOCK, False)
-    assert engine.side.counters["cut_short"] == 0
-
-
-@pytest.mark.parametrize(("blocks", "answer"), [(2, NOTHING), (12, PENDING), (40, PENDING)])
-def test_a_fetch_is_waited_for_where_recomputing_takes_longer_than_a_visit(blocks: int, answer: object) -> None:
-    """12 blocks recompute in 19 ms, and two in 3; the next visit is 5 ms away."""
-    engine = measured()
-    assert engine.match(engine.add("r", blocks * BLOCK + 1)) == answer
-
-
-def test_an_engine_that_computed_nothing_yet_waits() -> None:
-    engine = Engine(wait_policy="adaptive", wait_timeout_ms=1000)
-    request = engine.add("r", 2 * BLOCK + 1)
-    reply, visits = visits_until_decided(engine, request, step_ms=5)
-    assert reply == NOTHING
-    assert 195 <= visits <= 201, "until its bound"
-
-
 def test_another_request_s_blocks_are_no_silence_for_the_one_before_it() -> None:
     """They take turns on the link, and the second one's come first: a block each ms."""
     engine = measured()
@@ -139,35 +92,6 @@ def test_a_short_prompt_never_waits(hint_on_arrival: bool) -> None:
     assert len([hint for hint in engine.daemon.hints if hint.request_id == "r"]) == hint_on_arrival
 
 
-def test_best_effort_takes_what_is_there() -> None:
-    engine = measured(wait_policy="best_effort")
-    some, none = engine.add("some", 40 * BLOCK), engine.add("none", 40 * BLOCK)
-    engine.daemon.stage("some", 5, ready=False, found=30)
-    assert engine.match(some) == (5 * BLOCK, False)
-    assert engine.match(none) == NOTHING
-    assert engine.daemon.flag("none").state == FlagState.CANCELLED
-
-
-def test_wait_waits_for_a_daemon_that_lives_but_not_for_ever() -> None:
-    engine = Engine(wait_policy="wait", wait_timeout_ms=10)
-    ended, stuck = engine.add("ended", 3 * BLOCK), engine.add("stuck", 3 * BLOCK)
-    began = engine.clock()
-    while engine.clock() + 1000 * MS < began + WAIT_BOUND_NS:
-        assert engine.match(stuck) == PENDING
-        assert engine.match(ended) == PENDING
-        engine.clock.advance_ms(1000)
-        engine.daemon.beat()
-    engine.clock.advance_ms(1000)
-    assert engine.match(stuck) == NOTHING
-    assert engine.match(ended) == NOTHING
-
-    engine = Engine(wait_policy="wait")
-    request = engine.add("r", 3 * BLOCK)
-    assert engine.match(request) == PENDING
-    engine.link.session.ended()  # type: ignore[union-attr]
-    assert engine.match(request) == NOTHING
-
-
 def test_new_hints_do_not_move_the_bound() -> None:
     """A daemon that restarts or ends hints again and again holds a request no longer than one that is slow."""
     engine = Engine(wait_timeout_ms=100)
@@ -192,13 +116,13 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
         engine.step([(request, 1)], step_ms=5)
     computed = request.num_computed_tokens
     engine.step([(request, 2000 - computed)], step_ms=5 + 0.5 * (2000 - computed))
-    recompute_ns = engine.side.policy.recompute_ns
-    assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
+    cost_ns = engine.side.policy.cost_ns
+    assert cost_ns(10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
     request.num_computed_tokens = 1999
     for _ in range(30):
         engine.step([(request, 5)], step_ms=50)  # one token and four drafts
         request.num_computed_tokens = 1999
-    assert recompute_ns(10) == pytest.approx(10 * BLOCK * 0.5 * MS)
+    assert cost_ns(10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
 
 
 # --- behind another request that waits ---------------------------------------------------------------------------
