@@ -67,18 +67,6 @@ def means(result: Result) -> list[str]:
     return lines
 
 
-def waits(result: Result) -> list[str]:
-    """A row for each point and variant of a piece in which requests come behind another."""
-    lines = heading(
-        "W/F", "W, s", "F, s", "variant", "noticed of the fetch, s", "bound, s", "TTFT over max(W, F) and the ideal's"
-    )
-    for point in result["points"]:
-        for name, each in hiding(point, result["block_bytes"]).items():
-            shown = [number(value) for value in (each.wait_s / each.fetch_s, each.wait_s, each.fetch_s)]
-            lines.append(row(*shown, name, spread(each.exposed), number(each.bound_s), f"{each.over_bound:.2f}"))
-    return lines
-
-
 def reading(result: Result) -> list[str]:
     """Say where ours is ahead of each other variant by more than the spread, where behind, and where neither.
 
@@ -205,14 +193,13 @@ def anchor(heading: str) -> str:
 def section(result: Result, folder: str) -> list[str]:
     """A piece on the page; `folder`: where the page finds its picture and its JSON."""
     name = result["piece"]
-    waited = waits(result) if _comes_behind(result) else []
+    table = [] if _comes_behind(result) else [*means(result), ""]  # the picture says it
     return [
         f"### {title(result)}",
         "",
         f"![{result['question']}]({folder}/{name}.svg)",
         "",
-        *(waited or means(result)),
-        "",
+        *table,
         *reading(result),
         "",
         f"[All figures]({folder}/README.md#{name}), [raw]({folder}/{name}.json).",
