@@ -122,13 +122,6 @@ def world(make: Callable[..., World]) -> World:
     return make()
 
 
-def test_slots_are_loaded_plainly_from_host_memory(world: World) -> None:
-    slots, blocks = [3, 0, 19], [63, 5, 1]
-    world.run(world.copies("plain"), checked(world.paged, world.session, slots, blocks))
-    for slot, block in zip(slots, blocks, strict=True):
-        assert (world.value(block) == world.all[slot]).all()
-
-
 @pytest.mark.parametrize("pinned", [0, 7, HOST])
 @pytest.mark.parametrize("count", [1, 30])
 def test_slots_are_loaded_wherever_they_lie(make: Callable[..., World], pinned: int, count: int) -> None:
@@ -264,31 +257,6 @@ def busy(world: World) -> None:
     """Queue work on the compute stream that takes longer than anything beside it."""
     for _ in range(300):
         world.device.call("memcpyAsync", world.memory.address, world.memory.address + 64, 64, 4, 0)
-
-
-def test_asynchronous_loads_run_beside_and_behind_the_mark(world: World) -> None:
-    copies = world.copies()
-    copies.mark()
-    busy(world)
-    forward = world.streams.event()
-    forward.record(world.streams.compute)
-    world.run(copies, checked(world.paged, world.session, [1], [1]), beside=True)
-    assert not forward.query()
-    assert (world.value(1) == world.all[1]).all()
-    # Without a mark of this step: behind everything on the compute stream.
-    world.run(copies, checked(world.paged, world.session, [2], [2]), beside=True)
-    assert forward.query()
-    assert (world.value(2) == world.all[2]).all()
-
-
-def test_synchronous_loads_and_saves_run_on_the_compute_stream(world: World) -> None:
-    copies = world.copies()
-    for save in (False, True):
-        busy(world)
-        forward = world.streams.event()
-        forward.record(world.streams.compute)
-        world.run(copies, checked(world.paged, world.session, [1], [1], save=save), save=save)
-        assert forward.query()
 
 
 def test_the_copies_of_a_step_that_failed_are_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

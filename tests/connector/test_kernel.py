@@ -10,13 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector.cuda_copy import KERNEL, STEP_BLOCKS, WIDE_BLOCKS, source
+from kvprefetch.connector.cuda_copy import (
+    BLOCKS_PER_PROCESSOR,
+    KERNEL,
+    STEP_BLOCKS,
+    UNIT_BYTES,
+    WIDE_BLOCKS,
+    grid_for,
+    piece_table,
+    source,
+    step_type,
+)
+from kvprefetch.connector.paged import Piece
 from tests.support import nvrtc
 from tests.support.compiler import needs_cxx
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_REGISTERS = 64  # of a thread, with four blocks of 256 threads on a multiprocessor
 LAUNCHES = 300
+BETWEEN = (80, 86, 89, 90, 100)  # as the oldest and the newest generation; a second each
 PTXAS = nvrtc.found("bin/ptxas")
 needs_nvrtc = pytest.mark.skipif(not nvrtc.found("lib/libnvrtc.so.*"), reason="not installed: nvidia-cuda-nvrtc-cu12")
 needs_ptxas = pytest.mark.skipif(not PTXAS, reason="not installed: nvidia-cuda-nvcc-cu12")
@@ -25,7 +37,7 @@ needs_ptxas = pytest.mark.skipif(not PTXAS, reason="not installed: nvidia-cuda-n
 @needs_nvrtc
 @needs_ptxas
 @pytest.mark.parametrize("most", [STEP_BLOCKS, WIDE_BLOCKS])
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", [75, *(pytest.param(each, marks=pytest.mark.stress) for each in BETWEEN), 120])
 def test_a_gpu_keeps_all_of_it_in_registers(capability: int, most: int, tmp_path: Path) -> None:
     """Nothing is spilled, and the argument is read where the driver put it, not copied to local memory."""
     said = assembled(source(most), capability, tmp_path)
@@ -62,6 +74,19 @@ def assembled(text: str, capability: int, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def test_work_is_bounded_by_what_32_bits_count() -> None:
+    for piece in (Piece(0, 1, 1 << 32, 1 << 33, 1 << 32), Piece(0, 1 << 24, UNIT_BYTES, 1 << 40, UNIT_BYTES)):
+        with pytest.raises(ValueError, match="too large for the copy kernel"):
+            piece_table([piece])
+    assert grid_for(1, 1, 132) == 1
+    assert grid_for(512, 64, 132) == 132 * BLOCKS_PER_PROCESSOR
+
+
+def test_arguments_are_as_large_as_cuda_allows() -> None:
+    assert step_type(STEP_BLOCKS).itemsize <= 4096
+    assert step_type(WIDE_BLOCKS).itemsize <= 32_764
 
 
 @pytest.fixture(scope="module")

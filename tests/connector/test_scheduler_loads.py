@@ -16,17 +16,6 @@ from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
 NOTHING, PENDING = (0, False), (None, False)
 
 
-def test_slots_are_read_under_the_claim() -> None:
-    """A block that the daemon moves between the poll and the claim is loaded from where it is then."""
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK + 5)
-    hint = engine.daemon.stage("r", 3, slots=[9, 3, 7])
-    engine.before_claim("r", lambda: engine.daemon.flags.move(hint.flag, [(1, 20)]))
-    engine.take(request, 3 * BLOCK)
-    (order,) = engine.step([(request, 5)]).loads
-    assert list(order.slots) == [9, 20, 7]
-
-
 def test_a_slot_out_of_bounds_under_the_claim_detaches() -> None:
     engine = Engine()
     request = engine.add("r", 3 * BLOCK + 5)
@@ -130,18 +119,6 @@ def test_a_miss_is_settled_without_a_second_hint() -> None:
     assert engine.daemon.unreturned() == []
 
 
-def test_the_local_hit_may_grow_while_waiting() -> None:
-    """The answer is relative to the local hit of this very call."""
-    engine = Engine()
-    request = engine.add("r", 5 * BLOCK)
-    engine.daemon.stage("r", 4, slots=[1, 2, 3, 4])
-    assert engine.match(request, 2 * BLOCK) == (2 * BLOCK, False)
-    assert engine.match(request, 3 * BLOCK) == (BLOCK, False)
-    ids = engine.allocate(request, BLOCK, local=3 * BLOCK)
-    (load,) = engine.step().loads
-    assert (list(load.block_ids), list(load.slots)) == ([ids[3]], [4])
-
-
 def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
     engine = Engine(wait_timeout_ms=100)
     late, nothing = engine.add("late", 4 * BLOCK), engine.add("nothing", 4 * BLOCK)
@@ -178,19 +155,6 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
         return
     engine.take(request, 3 * BLOCK)
     assert list(engine.step([(request, 4 * BLOCK)]).loads[0].slots) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_answer_without_allocation_is_given_up_at_the_end_of_the_pass(drop_last: bool) -> None:
-    """And claimed again at the next visit, however often; an end in between is seen."""
-    engine = Engine(drop_last=drop_last)
-    request = engine.add("r", 4 * BLOCK, staged=3)
-    for _ in range(3):
-        assert engine.match(request) == ((3 - drop_last) * BLOCK, False)
-        assert engine.step().loads == []
-        assert engine.daemon.flag("r") == (1, FlagState.READY, 3)
-    engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
-    assert engine.match(request) == PENDING
 
 
 def taken_but_without_blocks() -> tuple[Engine, Request]:
@@ -250,46 +214,6 @@ def test_p35_an_answer_whose_blocks_come_never_is_given_back(end: str) -> None:
     engine.daemon.drain()
     assert [done.outcome for done in engine.daemon.dones] == [Outcome.ABORTED if end == "abort" else Outcome.UNUSED]
     assert scheduler_checks.held(engine.side) == []
-
-
-@pytest.mark.parametrize("staged", [None, 3])
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_abort_cancels(staged: int | None, asked: bool) -> None:
-    engine = Engine()
-    request = engine.add("r", 4 * BLOCK)
-    if staged is not None:
-        engine.daemon.stage("r", staged)
-    if asked:
-        engine.match(request)
-    engine.side.finished(request)
-    assert engine.step().loads == []
-    engine.daemon.drain()
-    assert [done.outcome for done in engine.daemon.dones] == [Outcome.ABORTED]
-    assert engine.daemon.unreturned() == []
-
-
-def test_a_preempted_request_gets_a_new_handle() -> None:
-    """Its tokens so far are its prompt now; the load dispatched before goes on until it is acknowledged."""
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK + 1)
-    first = engine.daemon.stage("r", 3)
-    engine.take(request, 3 * BLOCK)
-    meta = engine.step([(request, 1)])
-    engine.preempt(request)
-    request.num_tokens += 2 * BLOCK
-    assert engine.match(request, 0) == PENDING
-    again = engine.daemon.stage("r", 5, slots=[20, 21, 22, 23, 24])
-    assert (again.blocks, again.flag != first.flag) == (5, True)
-    assert engine.daemon.flags.flag(first.flag).state == FlagState.CLAIMED
-    assert engine.match(request, 0) == (5 * BLOCK, False)
-    engine.allocate(request, 5 * BLOCK)
-    second = engine.step([(request, 1)])
-    assert list(second.loads[0].slots) == [20, 21, 22, 23, 24]
-    engine.acknowledge(meta)
-    assert engine.daemon.flags.flag(first.flag).state == FlagState.RELEASED
-    assert engine.daemon.flags.flag(again.flag).state == FlagState.CLAIMED
-    engine.acknowledge(second)
-    assert engine.daemon.unreturned() == []
 
 
 def test_shadow_mode_reports_and_never_loads() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.lab import control
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Abort, Pass
+from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.lab.template import Template
 from tests.support.auditor import Auditor
@@ -195,6 +197,53 @@ def failed_loads_are_recomputed(
 def whole_blocks(prompt: list[int]) -> int:
     """Return the prompt tokens that a store can serve: full blocks, without the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def loaded_on_two_ranks(
+    site: Site, engines: Callable[..., Engine], model: Path, prompts: list[list[int]], **options: Any
+) -> None:
+    """With two tensor-parallel ranks loaded tokens are those of a plain engine."""
+    options |= {"model": model, "tensor_parallel_size": 2}
+    plain = engines(EngineSpec(**options))
+    right = plain.run(prompts).tokens
+    plain.stop()
+    engine = site.engine(extra={"cache_prefix": "two ranks"}, **options)
+    assert engine.run(prompts).tokens == right
+    for _ in range(2):
+        site.fresh(engine)
+        served(engine.run(prompts), right, hits(prompts))
+    site.assert_idle()
+    engine.stop()
+
+
+def each_reads_what_the_other_wrote(
+    cluster: Store, reference: Engine, mine: Engine, theirs: Engine, stored: int, seed: int
+) -> None:
+    """Loads of either connector's values give the right tokens, and both store the same keys with the same bytes.
+
+    `stored`: the keys of a prompt of 300 tokens, in two groups.
+    """
+
+    def write(writer: Engine, prompts: list[list[int]]) -> list[list[int]]:
+        wanted = cluster.keys + len(prompts) * stored
+        tokens = writer.run(prompts, concurrency=1).tokens
+        assert cluster.wait_keys(wanted) == wanted
+        return tokens
+
+    for writer, reader in ((mine, theirs), (theirs, mine)):
+        prompts, seed = make_prompts(4, 300, seed=seed), seed + 1
+        tokens = reference.run(prompts).tokens
+        assert write(writer, prompts) == tokens
+        served(reader.run(prompts), tokens, hits(prompts))
+    prompts, digests = make_prompts(2, 300, seed=seed), []
+    keys = (control.block_keys(mine.spec.model, prompt, group=group) for prompt in prompts for group in (0, 1))
+    names = [name for some in keys for name in some]
+    for writer in (mine, theirs):
+        assert writer.reset_prefix_cache()
+        write(writer, prompts)
+        digests.append(control.read_digests(cluster.config, names))
+        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
+    assert digests[0] == digests[1]
 
 
 def warmed_prompts_are_hits(

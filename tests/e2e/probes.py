@@ -82,33 +82,6 @@ def break_loads(engine: Any, every: int) -> None:
     side.build_connector_meta = broken
 
 
-def fail_next_allocation(engine: Any) -> None:
-    """Let the next allocation for a request with an external hit fail once, as with a full KV pool."""
-    manager = _scheduler(engine).kv_cache_manager
-    allocate = manager.allocate_slots
-
-    def failing(request: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("num_external_computed_tokens"):
-            manager.allocate_slots = allocate
-            return None
-        return allocate(request, *args, **kwargs)
-
-    manager.allocate_slots = failing
-
-
-def evict_on_arrival(engine: Any) -> None:
-    """From now on, empty the engine's own prefix cache right after each request has arrived (and was hinted)."""
-    scheduler = _scheduler(engine)
-    connector = scheduler.connector
-    arrived = connector.on_new_request
-
-    def evicting(request: Any) -> None:
-        arrived(request)
-        assert scheduler.kv_cache_manager.reset_prefix_cache()
-
-    connector.on_new_request = evicting
-
-
 _PREEMPTED: list[str] = []
 
 

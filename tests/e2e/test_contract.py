@@ -1,4 +1,4 @@
-"""The scheduler's contract with a real engine: failed allocations, evictions, long queues, resets."""
+"""The scheduler's contract with a real engine: long queues, resets, modes and roles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import PATIENT, At, Site, hits, served
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine, EngineError
+from tests.lab.engine import Engine
 from tests.lab.prompts import make_prompts
 from tests.support.auditor import ask_daemon
 
@@ -28,28 +28,6 @@ def filled(site: Site, right: list[list[int]]) -> Engine:
     return engine
 
 
-def test_a_failed_allocation_after_an_answer_is_answered_again(
-    site: Site, filled: Engine, right: list[list[int]]
-) -> None:
-    site.fresh(filled)
-    filled.call("tests.e2e.probes:fail_next_allocation")
-    served(filled.run(PROMPTS), right, HITS)
-    site.assert_idle()
-
-
-def test_a_local_prefix_evicted_after_the_hint_is_fetched_again(
-    site: Site, filled: Engine, right: list[list[int]]
-) -> None:
-    site.fresh(filled)
-    half = [prompt[:160] for prompt in PROMPTS]
-    filled.run(half, max_tokens=1)
-    site.assert_idle()
-    filled.call("tests.e2e.probes:evict_on_arrival")
-    served(filled.run(PROMPTS, concurrency=1), right, HITS)
-    site.assert_idle()
-    filled.stop()
-
-
 @pytest.mark.shows("queues longer than staging")
 def test_a_queue_longer_than_the_staging_area_is_served_in_full(at: At, plain: Engine) -> None:
     """Staging for about two requests, forty waiting."""
@@ -67,21 +45,6 @@ def test_a_queue_longer_than_the_staging_area_is_served_in_full(at: At, plain: E
         served(engine.run(prompts, max_tokens=8), right, hits(prompts))
         assert ask_daemon(daemon.socket).engines[0]["slots"] == 24
         site.assert_idle()
-        engine.stop()
-
-
-def test_a_request_larger_than_the_staging_area_is_served_in_part(at: At, plain: Engine) -> None:
-    prompts = make_prompts(2, 1000, seed=45)
-    right = plain.run(prompts, max_tokens=8).tokens
-    with Daemon(memory="128MiB", staging="1MiB", extra=PATIENT) as daemon:  # 12 slots to fetch into, 31 blocks a prompt
-        site = at(daemon)
-        engine = site.engine()
-        for _ in range(12):
-            assert engine.run(prompts, max_tokens=8).tokens == right
-            site.fresh(engine)
-        last = engine.run(prompts, max_tokens=8)
-        assert last.tokens == right
-        assert 0 < min(last.cached_tokens) <= max(last.cached_tokens) <= 12 * 32
         engine.stop()
 
 
@@ -126,8 +89,3 @@ def test_producers_never_load_and_consumers_never_save(site: Site, right: list[l
     assert consumer.call("tests.e2e.probes:counters").get("saves", 0) == 0
     for each in (producer, consumer):
         each.stop()
-
-
-def test_bad_connector_configuration_stops_the_start_in_one_line(site: Site) -> None:
-    with pytest.raises(EngineError, match=r"wait_timeout_ms.*'soon'"):
-        site.engine(extra={"wait_timeout_ms": "soon"})

@@ -90,6 +90,7 @@ def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, 
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
 
 
+@pytest.mark.stress  # the tokens of late and recomputed requests: test_waiting.py, with fewer
 def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, right: Right) -> None:
     """The same queue under the default policy: the machine decides how many recompute, but not the tokens."""
     with frozen(cluster.node_pid):
@@ -138,11 +139,9 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
 
 
 @pytest.mark.shows("aborts")
-@pytest.mark.parametrize("held", [False, True], ids=["served", "held"])
-def test_an_abort_storm_leaves_the_others_right_and_nothing_held(
-    cluster: Store, narrow: Pair, right: Right, held: bool
-) -> None:
-    storm(cluster, narrow, right.queue, 0, held=held)
+def test_an_abort_storm_leaves_the_others_right_and_nothing_held(cluster: Store, narrow: Pair, right: Right) -> None:
+    """While the store stands still; `test_lifecycle.py` aborts while it serves."""
+    storm(cluster, narrow, right.queue, 0, held=True)
 
 
 @pytest.mark.stress

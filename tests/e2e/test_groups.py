@@ -11,8 +11,10 @@ from tests.e2e.conftest import (
     BLOCK,
     Site,
     abort_every_other,
+    each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
     hits,
+    loaded_on_two_ranks,
     served,
     warmed_prompts_are_hits,
     whole_blocks,
@@ -138,17 +140,7 @@ def test_requests_whose_loads_failed_are_recomputed(site: Site, gemma: Path, rig
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and sliding windows")
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
-    model = make_gemma3(tmp_path / "gemma3", kv_heads=2)
-    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
-    right = plain.run(PROMPTS).tokens
-    plain.stop()
-    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "groups of two ranks"})
-    assert engine.run(PROMPTS).tokens == right
-    for _ in range(2):
-        site.fresh(engine)
-        served(engine.run(PROMPTS), right, hits(PROMPTS))
-    site.assert_idle()
-    engine.stop()
+    loaded_on_two_ranks(site, engines, make_gemma3(tmp_path / "gemma3", kv_heads=2), PROMPTS)
 
 
 def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
@@ -181,25 +173,7 @@ def test_each_connector_reads_what_the_other_wrote(
 ) -> None:
     mine = engines(EngineSpec(model=gemma, kv_transfer=ours(shared.socket, key_format="vllm")))
     theirs = engines(EngineSpec(model=gemma, kv_transfer=upstream(), mooncake_config=cluster.config))
-    for seed, writer, reader in ((84, mine, theirs), (85, theirs, mine)):
-        prompts = make_prompts(4, 300, seed=seed)
-        tokens = reference.run(prompts).tokens
-        before = cluster.keys
-        assert writer.run(prompts).tokens == tokens
-        wanted = before + len(prompts) * (300 // BLOCK + WINDOW_BLOCKS)
-        assert cluster.wait_keys(wanted) == wanted
-        served(reader.run(prompts), tokens, hits(prompts))
-    prompts, digests = make_prompts(2, 300, seed=86), []
-    names = [key for prompt in prompts for group in (0, 1) for key in control.block_keys(gemma, prompt, group=group)]
-    for writer in (mine, theirs):
-        assert writer.reset_prefix_cache()
-        before = cluster.keys
-        writer.run(prompts, concurrency=1)
-        wanted = before + len(prompts) * (300 // BLOCK + WINDOW_BLOCKS)
-        assert cluster.wait_keys(wanted) == wanted
-        digests.append(control.read_digests(cluster.config, names))
-        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
-    assert digests[0] == digests[1]
+    each_reads_what_the_other_wrote(cluster, reference, mine, theirs, 300 // BLOCK + WINDOW_BLOCKS, seed=84)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import vllm
 
-from tests.e2e.conftest import BLOCK, PATIENT, At, Site, abort_every_other, failed_loads_are_recomputed, hits, served
+from tests.e2e.conftest import (
+    BLOCK,
+    PATIENT,
+    At,
+    Site,
+    abort_every_other,
+    each_reads_what_the_other_wrote,
+    failed_loads_are_recomputed,
+    hits,
+    loaded_on_two_ranks,
+    served,
+)
 from tests.e2e.deep import Pair, patient
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
@@ -131,6 +142,7 @@ def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, r
     engine.stop()
 
 
+@pytest.mark.stress  # as test_groups, in the default run
 @pytest.mark.shows("loads that fail", "full attention and Mamba")
 def test_requests_whose_loads_failed_are_recomputed(site: Site, granite: Path, reference: Engine) -> None:
     right = reference.run(PROMPTS).tokens
@@ -199,17 +211,7 @@ def test_prompts_that_part_inside_others(site: Site, granite: Path, reference: E
 def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    model = make_granite(tmp_path / "granite", kv_heads=1)
-    plain = engines(EngineSpec(model=model, tensor_parallel_size=2, **STEP))
-    right = plain.run(PROMPTS).tokens
-    plain.stop()
-    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "states of two ranks"}, **STEP)
-    assert engine.run(PROMPTS).tokens == right
-    for _ in range(2):
-        site.fresh(engine)
-        served(engine.run(PROMPTS), right, hits(PROMPTS))
-    site.assert_idle()
-    engine.stop()
+    loaded_on_two_ranks(site, engines, make_granite(tmp_path / "granite", kv_heads=1), PROMPTS, **STEP)
 
 
 @pytest.mark.stress
@@ -220,29 +222,7 @@ def test_each_connector_reads_what_the_other_wrote(
     """Both store the same keys with the same bytes: of full attention all blocks, of the states the last one."""
     mine = engines(EngineSpec(model=granite, kv_transfer=ours(shared.socket, key_format="vllm"), **STEP))
     theirs = engines(EngineSpec(model=granite, kv_transfer=upstream(), mooncake_config=cluster.config, **STEP))
-    stored = 300 // BLOCK + 1
-    for seed, writer, reader in ((97, mine, theirs), (98, theirs, mine)):
-        prompts = make_prompts(4, 300, seed=seed)
-        tokens = reference.run(prompts).tokens
-        before = cluster.keys
-        assert writer.run(prompts).tokens == tokens
-        assert cluster.wait_keys(before + len(prompts) * stored) == before + len(prompts) * stored
-        served(reader.run(prompts), tokens, hits(prompts))
-    prompts, digests = make_prompts(2, 300, seed=99), []
-    names = [
-        key
-        for prompt in prompts
-        for group in (STATES, FULL)
-        for key in control.block_keys(granite, prompt, group=group)
-    ]
-    for writer in (mine, theirs):
-        assert writer.reset_prefix_cache()
-        before = cluster.keys
-        writer.run(prompts, concurrency=1)
-        assert cluster.wait_keys(before + len(prompts) * stored) == before + len(prompts) * stored
-        digests.append(control.read_digests(cluster.config, names))
-        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
-    assert digests[0] == digests[1]
+    each_reads_what_the_other_wrote(cluster, reference, mine, theirs, 300 // BLOCK + 1, seed=97)
     theirs.stop()
     mine.stop()
 

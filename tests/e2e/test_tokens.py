@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits, served, warmed_prompts_are_hits, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, hits, loaded_on_two_ranks, served, warmed_prompts_are_hits, whole_blocks
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
@@ -42,16 +42,24 @@ def test_different_prefixes_give_different_tokens(right: list[list[int]]) -> Non
 @pytest.mark.shows("saved, then loaded: tokens equal")
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
 def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
+    """With a block of another prompt in a load they differ: were the loaded KV wrong, the comparison would see it."""
     engine = site.engine(extra={"load_mode": load_mode, "cache_prefix": load_mode})
     served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
     site.fresh(engine)
     served(engine.run(PROMPTS), right, hits(PROMPTS))
     local = engine.run(PROMPTS)
     assert local.tokens == right
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_a_foreign_block")
+    spoiled = engine.run(PROMPTS[:4], concurrency=1)
+    assert min(spoiled.cached_tokens) > 0
+    changed = [got != want for got, want in zip(spoiled.tokens, right[:4], strict=True)]
+    assert changed == [False, True, True, True]
     site.assert_idle()
     engine.stop()
 
 
+@pytest.mark.stress  # as test_groups, in the default run; tests/daemon/cli/test_warm.py has one group, without vLLM
 @pytest.mark.shows("warmed prompts")
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     engine = site.engine(extra={"cache_prefix": "warm"})
@@ -82,19 +90,6 @@ def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site, right: 
     engine.stop()
 
 
-def test_a_block_of_another_prompt_changes_the_tokens(site: Site, right: list[list[int]]) -> None:
-    """The control: were the loaded KV wrong, the comparison above would see it."""
-    engine = site.engine(extra={"cache_prefix": "swap"})
-    engine.run(PROMPTS[:4])
-    site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block")
-    second = engine.run(PROMPTS[:4], concurrency=1)
-    assert min(second.cached_tokens) > 0
-    changed = [got != want for got, want in zip(second.tokens, right[:4], strict=True)]
-    assert changed == [False, True, True, True]
-    engine.stop()
-
-
 @pytest.mark.shows("child of MultiConnector")
 def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     """Beside vLLM's ExampleConnector: whichever serves, tokens are right and nothing of ours stays behind."""
@@ -118,18 +113,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
 @pytest.mark.shows("two tensor-parallel ranks")
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, TINY_TP2)
-    prompts = PROMPTS[:4]
-    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
-    right = plain.run(prompts).tokens
-    plain.stop()
-    engine = site.engine(model=model, tensor_parallel_size=2, extra={"cache_prefix": "tp2"})
-    assert engine.run(prompts).tokens == right
-    for _ in range(2):
-        site.fresh(engine)
-        served(engine.run(prompts), right, hits(prompts))
-    site.assert_idle()
-    engine.stop()
+    loaded_on_two_ranks(site, engines, make_checkpoint(tmp_path, TINY_TP2), PROMPTS[:4])
 
 
 @pytest.mark.shows("prompts of every length, chunked prefill")

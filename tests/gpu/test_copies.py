@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvprefetch.connector import cuda_copy
 from kvprefetch.connector.copies import checked
-from kvprefetch.connector.cuda_copy import STEP_BLOCKS, WIDE_BLOCKS
+from kvprefetch.connector.cuda_copy import STEP_BLOCKS, UNIT_BYTES, WIDE_BLOCKS
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring.gpu import device as gpu
@@ -22,9 +23,12 @@ from tests.gpu.side import ON_GPU, PinnedCache, kv_caches
 from tests.support.layouts import SERVED, SIZES
 from tests.support.waiting import eventually
 
+# 9 x 3 bytes with float8 is odd, and no multiple of anything; 600 x 5 x 2 is more than a unit, with a rest.
 SHAPES = {
     "small": SIZES,
     "odd": {"L": 3, "B": 7, "H": 2, "N": 9, "C": 3},
+    "units": {"L": 2, "B": 5, "H": 2, "N": 600, "C": 5},
+    "exact": {"L": 2, "B": 5, "H": 2, "N": 64, "C": UNIT_BYTES // 128},
     "llama-8b": {"L": 32, "B": 40, "H": 8, "N": 16, "C": 256},
     "llama-70b-tp8": {"L": 80, "B": 40, "H": 1, "N": 16, "C": 256},
 }
@@ -41,13 +45,22 @@ def storage(kv_caches: dict[str, Any]) -> Any:
 class World:
     """A paged cache on the GPU, its copy on the CPU, and slots of random bytes in host and device memory."""
 
-    def __init__(self, on: Any, sizes: dict[str, int], layout: str, dtype: Any, pinned: bool = True) -> None:
+    def __init__(
+        self,
+        on: Any,
+        sizes: dict[str, int],
+        layout: str = "LBNHC",
+        dtype: Any = torch.bfloat16,
+        *,
+        pinned: bool = True,
+        layers: list[str] | None = None,
+    ) -> None:
         self.on, device = on, on.device
         self.caches = kv_caches(layout, dtype, sizes, on)
         raw = storage(self.caches).cpu().clone().view(dtype)
         self.mirror = {n: raw.as_strided(c.shape, c.stride(), c.storage_offset()) for n, c in self.caches.items()}
-        self.paged = PagedCache(self.caches, list(self.caches), sizes["B"])
-        self.on_cpu = PagedCache(self.mirror, list(self.mirror), sizes["B"])
+        self.paged = PagedCache(self.caches, layers or list(self.caches), sizes["B"])
+        self.on_cpu = PagedCache(self.mirror, layers or list(self.mirror), sizes["B"])
         slot = self.paged.block_bytes
         self.map = mmap.mmap(-1, -(-HOST * slot // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.rows = np.frombuffer(self.map, np.uint8, HOST * slot).reshape(HOST, slot)
@@ -72,6 +85,12 @@ class World:
         self.on_cpu.load(everything, slots, blocks)
         return self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
 
+    def save(self, slots: list[int], blocks: list[int]) -> None:
+        expected = self.rows.copy()
+        self.on_cpu.save(expected, slots, blocks)
+        self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True).synchronize()
+        assert (self.rows == expected).all()
+
     def assert_equal(self) -> None:
         self.on.synchronize()
         assert torch.equal(storage(self.caches).cpu(), storage(self.mirror))
@@ -82,42 +101,62 @@ class World:
 
 
 @pytest.fixture
-def world(on: Any) -> Iterator[World]:
-    made = World(on, SHAPES["llama-70b-tp8"], "LBNHC", torch.bfloat16)
-    yield made
-    made.close()
+def make(on: Any) -> Iterator[Callable[..., World]]:
+    """make(sizes, …): a World, which is closed at the end of the test."""
+    made: list[World] = []
+
+    def one(*options: Any, **more: Any) -> World:
+        made.append(World(on, *options, **more))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def world(make: Callable[..., World]) -> World:
+    return make(SHAPES["llama-70b-tp8"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", SERVED)
-def test_loads_and_saves_are_what_numpy_copies(on: Any, layout: str, shape: str, dtype: Any) -> None:
-    made = World(on, SHAPES[shape], layout, dtype)
-    try:
-        blocks = [int(n) for n in made.random.permutation(SHAPES[shape]["B"])]
-        slots = [int(n) for n in made.random.permutation(HOST + NEAR)][: len(blocks)]
-        made.load(slots, blocks[: len(slots)])
-        made.assert_equal()
-        expected = made.rows.copy()
-        made.on_cpu.save(expected, [8, 0, 3], blocks[:3])
-        fence = made.copies.run([checked(made.paged, made.session, [8, 0, 3], blocks[:3], save=True)], save=True)
-        fence.synchronize()
-        assert (made.rows == expected).all()
-    finally:
-        made.close()
+def test_loads_and_saves_are_what_numpy_copies(make: Callable[..., World], layout: str, shape: str, dtype: Any) -> None:
+    """Scattered slots and blocks; nothing beside them is touched."""
+    made = make(SHAPES[shape], layout, dtype)
+    blocks = [int(n) for n in made.random.permutation(SHAPES[shape]["B"])]
+    slots = [int(n) for n in made.random.permutation(HOST + NEAR)][: len(blocks)]
+    made.load(slots, blocks[: len(slots)])
+    made.assert_equal()
+    made.save([8, 0, 3], blocks[:3])
 
 
-def test_slots_load_while_they_are_being_pinned(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_left_out_make_several_pieces(make: Callable[..., World]) -> None:
+    made = make({**SIZES, "L": 6}, layers=["layer.0", "layer.1", "layer.3", "layer.5"])
+    assert len(made.paged.pieces) > 1
+    made.load([1, HOST], [2, 6])
+    made.assert_equal()
+    made.save([1, 0], [2, 6])
+
+
+@pytest.mark.parametrize("grid", [1, 3, 1000])
+def test_any_number_of_threads_copies_everything_once(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, grid: int
+) -> None:
+    monkeypatch.setattr(cuda_copy, "grid_for", lambda *_: grid)
+    made = make(SHAPES["units"], "LHBNC")
+    made.save(list(range(5)), list(range(5)))
+
+
+def test_slots_load_while_they_are_being_pinned(make: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PIECE_BYTES", 1)
-    made = World(on, SHAPES["llama-8b"], "LBNHC", torch.bfloat16, pinned=False)
-    try:
-        rounds = 0
-        while made.device_cache.pinned < HOST or rounds < 3:
-            made.load(list(range(HOST)), [(rounds + n) % 40 for n in range(HOST)])
-            made.assert_equal()
-            rounds += 1
-    finally:
-        made.close()
+    made = make(SHAPES["llama-8b"], pinned=False)
+    rounds = 0
+    while made.device_cache.pinned < HOST or rounds < 3:
+        made.load(list(range(HOST)), [(rounds + n) % 40 for n in range(HOST)])
+        made.assert_equal()
+        rounds += 1
 
 
 def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer: Any) -> None:
@@ -145,6 +184,8 @@ def test_asynchronous_loads_run_while_the_forward_runs(world: World) -> None:
         is_busy = world.on.busy()
         world.load([1, HOST], [3 + turn, 4 + turn], beside=True).synchronize()
         assert is_busy()
+        world.load([2], [5 + turn], beside=True).synchronize()
+        assert not is_busy(), "without a mark of its step behind everything on the compute stream"
         world.assert_equal()
 
 
@@ -157,11 +198,13 @@ def test_asynchronous_loads_wait_for_what_came_before_their_step(world: World) -
     world.assert_equal()
 
 
-def test_a_fence_is_for_its_own_copies(world: World) -> None:
-    """Also when those of another stream are over sooner."""
+@pytest.mark.parametrize("save", [False, True])
+def test_a_fence_is_for_its_own_copies(world: World, save: bool) -> None:
+    """Also when those of another stream are over sooner. Synchronous loads and saves are on the compute stream."""
     world.copies.mark()
     world.on.busy()
-    behind = world.load([1], [3])
+    order = checked(world.paged, world.session, [1], [3], save=True)
+    behind = world.copies.run([order], save=True) if save else world.load([1], [3])
     world.load([2], [4], beside=True).synchronize()
     assert not behind.query()
     world.assert_equal()
@@ -180,11 +223,8 @@ def test_a_captured_graph_sees_what_was_loaded_before_its_replay(world: World) -
 
 
 @pytest.mark.parametrize("blocks", [STEP_BLOCKS, STEP_BLOCKS + 1, WIDE_BLOCKS, WIDE_BLOCKS + 1])
-def test_as_many_blocks_as_one_launch_takes_and_more(on: Any, blocks: int) -> None:
-    made = World(on, {**SIZES, "B": blocks}, "LBNHC", torch.bfloat16)
-    try:
-        assert made.copies.many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
-        made.load([n % (HOST + NEAR) for n in range(blocks)], list(range(blocks)))
-        made.assert_equal()
-    finally:
-        made.close()
+def test_as_many_blocks_as_one_launch_takes_and_more(make: Callable[..., World], blocks: int) -> None:
+    made = make({**SIZES, "B": blocks})
+    assert made.copies.many.blocks == WIDE_BLOCKS, "the driver takes no large argument"
+    made.load([n % (HOST + NEAR) for n in range(blocks)], list(range(blocks)))
+    made.assert_equal()

@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 SIZE = 2 * GRAIN_BYTES
 # More of them on a GPU, where each is faster.
-KILLS = int(os.environ.get("KVPREFETCH_GPU_KILLS", "10"))
+KILLS = int(os.environ.get("KVPREFETCH_GPU_KILLS", "10" if ON_GPU else "5"))
 CYCLES = 1000 if ON_GPU else 50
 AT_A_TIME = 5
 NOBODY = 65534

@@ -60,21 +60,6 @@ def test_a_socket_path_that_is_a_file_is_kept_and_named(tmp_path: Path) -> None:
     assert result.stderr.strip() == f"kvprefetchd: {failed['error']}"
 
 
-@pytest.mark.store
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = kvprefetchd("serve", "--metrics-port", 0, "--socket", tmp_path / "s.sock", "--master-port", port)
-    assert result.returncode == 69
-    assert str(port) in result.stderr
-    assert one_line(result.stderr)
-    log = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [line["event"] for line in log] == ["daemon.failed", "daemon.stopped"]
-    assert result.stderr.strip() == f"kvprefetchd: store: {log[0]['error']}"
-
-
 # An engine's environment lacks the packages of the daemon-… extras.
 PLAIN = """
 import sys
@@ -194,8 +179,15 @@ def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
 EARLY = "import os, sys; os.open('/', 0); from kvprefetch.daemon.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", EARLY]], ids=["free", "taken by an import"])
-@pytest.mark.parametrize(("closed", "said"), [("1", "the path exists and is not a socket"), ("2", ""), ("0 1 2", "")])
+@pytest.mark.parametrize(
+    ("command", "closed", "said"),
+    [
+        (COMMAND, "1", "the path exists and is not a socket"),
+        (COMMAND, "2", ""),
+        ([sys.executable, "-c", EARLY], "0 1 2", ""),
+    ],
+    ids=["1", "2", "all, and taken by an import"],
+)
 def test_streams_that_were_closed_are_nowhere(tmp_path: Path, command: list[str], closed: str, said: str) -> None:
     """No file or socket gets their numbers, and nothing is missing."""
     path = tmp_path / "file"

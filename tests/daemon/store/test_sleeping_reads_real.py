@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -78,7 +76,7 @@ def cluster(nodes: int = 1, lease_ms: int = 10_000, over: LimitedLink | None = N
         yield store
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_nodes() -> Iterator[LabStore]:
     with cluster(2) as store:
         yield store
@@ -114,44 +112,6 @@ def test_when_the_test_of_sleeping_reads_fails_reads_block(
         "store.opened": "blocking",
     }
     assert reader.get(list(values("a"))) == [OK] * 8
-
-
-def test_a_node_that_stops_holds_up_its_own_reads_alone_and_their_slots_until_they_end(two_nodes: LabStore) -> None:
-    reader, get = Reader(two_nodes.config), Get()
-    assert reader.get(list(values("b"))) == [OK] * 8, "b is known, a is new"
-    with ThreadPoolExecutor() as pool:
-        with frozen(two_nodes.node_pid):
-            new = pool.submit(reader.get, list(values("a", 1)), 15)
-            wait([new], 0.2)
-            began = time.monotonic()
-            assert reader.get(list(values("b"))) == [OK] * 8
-            assert time.monotonic() - began < 5, "the engine's question to the new node holds up nobody"
-        assert new.result(30) == [OK]
-        with frozen(two_nodes.node_pid):
-            held = pool.submit(reader.get, list(values("a")), 0, get)
-            wait([held], 0.2)
-            get.late = True
-            assert get.nodes
-            assert reader.get(list(values("a", 2)), 8) == [TRANSFER] * 2, "it hangs, and nobody asks it"
-            assert reader.get(list(values("b", 4)), 8) == [OK] * 4
-            done, _ = wait([held], 1.0)
-            assert not done
-        assert held.result(30) == [OK] * 8
-    assert [reader.value(number) for number in range(8)] == list(values("a").values())
-    assert [reader.value(number) for number in range(8, 12)] == list(values("b", 4).values())
-
-
-def test_a_node_that_dies_in_mid_read_fails_soon(two_nodes: LabStore) -> None:
-    reader = Reader(two_nodes.config)
-    assert reader.get(list(values("a"))) == [OK] * 8
-    with ThreadPoolExecutor() as pool, frozen(two_nodes.node_pid):
-        get = pool.submit(reader.get, list(values("a")))
-        wait([get], 0.3)
-        os.kill(two_nodes.node_pid, signal.SIGKILL)
-        began = time.monotonic()
-        assert get.result(30) == [TRANSFER] * 8
-        assert time.monotonic() - began < 10
-    assert reader.get(list(values("b"))) == [OK] * 8
 
 
 def test_a_lease_that_runs_out_in_mid_read_voids_what_arrives() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -11,20 +13,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import posix_ipc
 import pytest
 
+from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import board
 from kvprefetch.daemon.telemetry.board import METRICS_BYTES, STATUS_BYTES, Board
 from tests.lab.daemon import Daemon
-from tests.lab.process import frozen
+from tests.lab.process import free_ports, frozen
 from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import AS_NOBODY
+from tests.support.telemetry import get
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
+
+
+def health(path: Path) -> str:
+    """What `health` prints. It runs in this process: whoever waits for another answer asks often."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main(["health", "--socket", str(path)])
+    return said.getvalue()
+
+
+def status_in_picture(daemon: Daemon) -> dict[str, Any]:
+    """The status in the daemon's picture."""
+    seen = board.read(daemon.socket)
+    return dict(seen.status) if seen is not None else {}
 
 
 @pytest.fixture
@@ -74,9 +92,9 @@ def test_a_reader_never_sees_half_of_a_picture(made: Board, tmp_path: Path) -> N
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = set()
-        until = time.monotonic() + 2
-        while time.monotonic() < until:
+        seen = set[int]()
+        until = time.monotonic() + 30
+        while len(seen) <= 10 and time.monotonic() < until:
             for picture in (made.look(), board.read(tmp_path / "s.sock")):
                 if picture is not None and picture.status:
                     number = picture.status["number"]
@@ -131,7 +149,7 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
     daemon = serve()
     engine = FakeEngine(daemon.socket, engine_id="left")
     at = ("--socket", str(daemon.socket))
-    eventually(lambda: "left" in kvprefetchd("status", *at).stdout, 30, "the engine")
+    eventually(lambda: status_in_picture(daemon).get("engines"), 30, "the engine")
     pid = daemon.pid
     daemon.sigkill()
     engine.close()
@@ -139,12 +157,12 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
     assert seen.returncode == 69
     assert f"the daemon is gone: pid {pid}, last beat 20" in seen.stdout
     assert " UTC, 1 engine\n" in seen.stdout
-    health = kvprefetchd("health", *at)
-    assert (health.returncode, health.stdout.startswith("not ready: ")) == (1, True)
-    assert "the daemon is gone" in health.stdout
+    gone = kvprefetchd("health", *at)
+    assert (gone.returncode, gone.stdout.startswith("not ready: ")) == (1, True)
+    assert "the daemon is gone" in gone.stdout
     assert daemon.picture.exists()
     daemon.start()
-    eventually(lambda: kvprefetchd("health", *at).returncode == 0, 30, "the next one")
+    eventually(lambda: health(daemon.socket).startswith("ready"), 30, "the next one")
     assert daemon.sigterm() == 0
     assert not daemon.picture.exists()
     assert kvprefetchd("status", *at).returncode == 69
@@ -154,29 +172,33 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
 STALL = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))\n"
 
 
-def test_status_top_and_health_answer_while_the_loop_hangs(serve: Serve, tmp_path: Path) -> None:
+def test_commands_and_the_http_server_answer_while_the_loop_hangs(serve: Serve, tmp_path: Path) -> None:
     """From the last picture, within seconds, with the engine that is attached."""
     (tmp_path / "sitecustomize.py").write_text(STALL)
-    daemon = serve(env={"PYTHONPATH": str(tmp_path)})
+    (port,) = free_ports(1)
+    daemon = serve(env={"PYTHONPATH": str(tmp_path)}, extra=("--metrics-port", str(port)))
     FakeEngine(daemon.socket, engine_id="attached")
     at = ("--socket", str(daemon.socket))
-    eventually(lambda: "attached" in kvprefetchd("status", *at).stdout, 30, "the engine")
+    eventually(lambda: status_in_picture(daemon).get("engines"), 30, "the engine")
     os.kill(daemon.pid, signal.SIGUSR2)
-    eventually(lambda: "the main loop hangs" in kvprefetchd("health", *at).stdout, 30, "a late heartbeat")
+    eventually(lambda: "the main loop hangs" in health(daemon.socket), 30, "a late heartbeat")
     for command in (("status",), ("top", "--once", "--interval", "0.1")):
         shown = kvprefetchd(*command, *at)
         assert shown.returncode == 0
         assert "the main loop hangs: loop_age_s=" in shown.stdout
         assert "attached" in shown.stdout
+    status, said = get(port, "/readyz")
+    assert (status, "main loop hangs" in said) == (503, True)
+    assert "kvprefetchd_loop_age_seconds" in get(port, "/metrics")[1]
     daemon.sigkill()
 
 
 def test_a_frozen_process_answers_too(serve: Serve) -> None:
     daemon = serve()
     at = ("--socket", str(daemon.socket))
-    eventually(lambda: kvprefetchd("health", *at).returncode == 0, 30, "readiness")
+    eventually(lambda: health(daemon.socket).startswith("ready"), 30, "readiness")
     with frozen(daemon.pid):
-        eventually(lambda: "the main loop hangs" in kvprefetchd("health", *at).stdout, 30, "a late heartbeat")
+        eventually(lambda: "the main loop hangs" in health(daemon.socket), 30, "a late heartbeat")
         assert f"pid {daemon.pid}" in kvprefetchd("status", *at).stdout
 
 
@@ -186,7 +208,7 @@ def test_it_has_no_request_ids(serve: Serve) -> None:
     engine = FakeEngine(daemon.socket, engine_id="named")
     engine.cancel(engine.hint([b"\x01" * 32], name="a-secret-request"))
     eventually(lambda: daemon.records("request.done"), what="the request's end")
-    eventually(lambda: (seen := board.read(daemon.socket)) and seen.status["outcomes"]["aborted"], what="its count")
+    eventually(lambda: status_in_picture(daemon).get("outcomes", {}).get("aborted"), what="its count")
     content = daemon.picture.read_bytes()
     assert b"named" in content
     assert b"a-secret-request" not in content

@@ -1,14 +1,11 @@
-"""Metrics and health of a real daemon over HTTP, and what is shown when its loop or its store hangs."""
+"""Metrics and health of a real daemon over HTTP."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -19,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvprefetch.daemon.telemetry import board, metrics
+from kvprefetch.daemon.telemetry import metrics
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, Metrics
@@ -27,10 +24,9 @@ from kvprefetch.daemon.telemetry.web import MAX_CLIENTS, MetricsServer
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
-from tests.lab.process import free_ports, frozen
+from tests.lab.process import free_ports
 from tests.support import documents
 from tests.support.auditor import ask_daemon
-from tests.support.command import kvprefetchd, one_line
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.telemetry import get, picture, sample
 from tests.support.waiting import eventually
@@ -166,71 +162,6 @@ def test_a_flood_is_counted_in_full_and_health_is_good_until_the_end(serve: Serv
     assert daemon.sigterm(30) == 0
     with pytest.raises(OSError, match="refused"):
         get(port, "/healthz")
-
-
-# A signal handler of Python runs on the main thread, which is the loop: it plants a loop that hangs, nothing else.
-STALLING = """
-import signal, sys, time
-from kvprefetch.daemon.cli.main import main
-signal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.store
-def test_a_hung_loop_is_seen_although_the_process_is_there(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    arguments = ["serve", "--socket", str(tmp_path / "s"), "--memory", "64MiB", "--metrics-port", str(port)]
-    daemon = subprocess.Popen([sys.executable, "-c", STALLING, *arguments], stdout=subprocess.DEVNULL)
-    try:
-
-        def state(path: str) -> int:
-            try:
-                return get(port, path)[0]
-            except OSError:
-                return 0  # not started yet
-
-        eventually(lambda: state("/readyz") == 200, 60, "readiness")
-        daemon.send_signal(signal.SIGUSR2)
-        eventually(lambda: state("/readyz") == 503, 30, "what a hung loop looks like")
-        assert any("main loop hangs" in line for line in json.loads(get(port, "/readyz")[1])["problems"])
-        eventually(lambda: value(scrape(port), "loop_age_seconds") > 1, 10, "its age")
-        assert state("/healthz") == 200, "it may still come back"
-        assert daemon.poll() is None
-    finally:
-        daemon.kill()
-        daemon.wait()
-        Path(f"/dev/shm{board.name_of(tmp_path / 's')}").unlink(missing_ok=True)
-
-
-def test_a_store_call_that_does_not_come_back_is_seen(serve: Serve) -> None:
-    """The master is stopped, not gone: connections stay, and answers do not come."""
-    (port,) = free_ports(1)
-    daemon = serve(extra=("--metrics-port", str(port), "--rpc-timeout-ms", "60000"))
-    engine = FakeEngine(daemon.socket)
-    master = int(daemon.records("master.started")[0]["pid"])
-    eventually(lambda: get(port, "/readyz")[0] == 200, what="readiness")
-    with frozen(master):
-        engine.hint(list(blocks("stuck", 2)), name="stuck")
-        eventually(lambda: get(port, "/readyz")[0] == 503, 40, "the call that hangs")
-        assert "the store does not answer" in get(port, "/readyz")[1]
-        assert value(scrape(port), "store_answering") == 0
-        eventually(lambda: "a question to the master does not" in get(port, "/readyz")[1], 40, "the call's age")
-        assert value(scrape(port), "call_age_seconds", call="look_up") > 5
-        assert get(port, "/healthz")[0] == 200, "it may still come back"
-    eventually(lambda: get(port, "/readyz")[0] == 200, 30, "recovery")
-    engine.close()
-
-
-def test_a_port_in_use_is_one_line_and_69(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = kvprefetchd("serve", "--socket", tmp_path / "s", "--metrics-port", port)
-    assert result.returncode == 69
-    assert one_line(result.stderr)
-    assert f"metrics_address='127.0.0.1' metrics_port={port}" in result.stderr
 
 
 # --- without a daemon ---------------------------------------------------------------------------------------------
