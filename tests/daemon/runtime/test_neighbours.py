@@ -20,12 +20,11 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Refused, Reset, ResetDone, WorkerInfo
 from kvprefetch.shmring.wire.codec import send_message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
-from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.engine_side import EngineSpec
-from tests.support.fake_engine import BLOCK_BYTES, FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 from tests.support.waiting import eventually
 
 
@@ -257,23 +256,6 @@ def test_garbage_on_the_control_socket_hurts_nobody(shared_daemon: Daemon) -> No
             sock.send(data)
             sock.recv(1 << 16)
     assert engine.load(list(blocks("garbage", 1))) is None
-
-
-def test_an_object_of_another_size_is_a_miss_for_one_engine_and_costs_no_fetch(serve: Callable[..., Daemon]) -> None:
-    """Two engines look for the same keys with blocks of different sizes; in a cluster the look-up tells them apart."""
-    with Store(memory="64 MB") as cluster:
-        daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--log-level", "debug"))
-        whole = FakeEngine(daemon.socket, engine_id="whole", prefix="sized")
-        half = FakeEngine(daemon.socket, engine_id="half", prefix="sized", block_bytes=BLOCK_BYTES // 2)
-        values = blocks("sized", 4)
-        whole.save(values)
-        stored(daemon, 4)
-        for _ in range(2):
-            assert half.load(list(values)) is None
-            assert whole.load(list(values)) == list(values.values())
-        assert daemon.wait_record("fetch.done") is not None
-        assert {line["engine"] for line in daemon.records("fetch.done")} == {"whole"}
-        assert daemon.records("store.failed") == []
 
 
 def test_a_hint_that_names_a_block_twice_is_served_and_ends_nothing(shared_daemon: Daemon) -> None:

@@ -62,23 +62,6 @@ def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(t
     assert {len(line) for line in lines} == {99}
 
 
-@pytest.mark.store
-def test_a_log_file_is_written_by_no_other_process(tmp_path: Path) -> None:
-    """A process that writes it might die, and every later line would be lost."""
-    with (tmp_path / "log").open("ab") as log:
-        process = serve(tmp_path, log.fileno(), log.fileno())
-    try:
-        ask_daemon(tmp_path / "s")  # it has started
-        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0] for pid in descendants(process.pid)]
-        assert [Path(command).name for command in commands] == ["mooncake_master"]
-        process.terminate()
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
-    assert '"daemon.stopped"' in (tmp_path / "log").read_text().splitlines()[-1]
-
-
 def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp_path: Path) -> None:
     script = """
         never_wait(1), never_wait(2)
