@@ -15,7 +15,7 @@ from tests.support.command import COMMAND
 ALONE = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--net", "--mount", "--pid", "--fork"]
 ALONE += ["--mount-proc", "--kill-child=KILL", "sh", "-ec"]
 # Tests of commands that take the port, or look for a daemon, without being told which.
-TESTS = ("tests/test_operations.py", "tests/daemon/store/test_high_availability.py", "-k", "doctor")
+TESTS = ("tests/test_operations.py", "-k", "doctor")
 
 
 @pytest.mark.store

@@ -113,6 +113,6 @@ def test_a_test_s_name_with_an_address_is_refused(tmp_path: Path) -> None:
         "import pytest\n@pytest.mark.parametrize('what', [object()], ids=str)\ndef test_it(what): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, "-n2", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert done.returncode != 0
     assert re.search(r"give them ids:\n.*test_it\[<object object at 0x", done.stdout), done.stdout

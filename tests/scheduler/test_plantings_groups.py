@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvprefetch.connector import saves
 from kvprefetch.connector.claims import Claims
-from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
@@ -61,9 +61,13 @@ def test_a_failed_load_that_vllm_does_not_hear_of_is_found(site: Site, monkeypat
 
 def test_blocks_of_a_failed_load_named_to_vllm_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM ends the engine: it cannot tell whose they are."""
-    monkeypatch.setattr(
-        KVPrefetchConnector, "get_block_ids_with_load_errors", lambda self: self.worker_side.failed_blocks()
-    )
+    original: Any = WorkerSide.__init__
+
+    def of_one_group(self: WorkerSide, *parts: Any) -> None:
+        *others, groups = parts
+        original(self, *others, replace(groups, groups=groups.groups[:1]))
+
+    monkeypatch.setattr(WorkerSide, "__init__", of_one_group)
     with pytest.raises(RuntimeError, match="invalid_block_ids"):
         explore(site, 10, queue=2, load_mode="async", **layout("chunk"))
 

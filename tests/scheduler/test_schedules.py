@@ -97,6 +97,7 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
         claim(self, answer)
 
     monkeypatch.setattr(WaitPolicy, "verdict", stopped)
+    monkeypatch.setattr(WaitPolicy, "cost_ns", lambda self, blocks, load: 1e6 * blocks)  # else a stop knows its cost
     monkeypatch.setattr(RequestState, "claim", claimed)
     print(explore(site, 100, queue=queue, patient=False, settled=False, seeded=False), seen)
     assert seen["visits of stopped fetches"] > 0
