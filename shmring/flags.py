@@ -13,8 +13,8 @@ and names them in the hint, so a page changes hands only while its flag is FREE.
 * SYNC slots: slots read before they are given up.  The engine reads entries and slots, then exchanges the claim away
   (un-claim or release); the daemon loads or exchanges the flag word (acquire), then reuses the slots.
 * SYNC claim: entry and claim cross.  The engine exchanges its claim in, fences, then reads the entries.  The daemon
-  overwrites an entry with another slot, fences, then loads the flag word: while that is unclaimed, nobody will read the
-  earlier slot.  So the engine may claim a word that was taken back and published again with other entries.
+  writes other entries after it took the flag back, and publishes the flag again.  So the engine may claim a word that
+  came back since it looked: it reads the entries of that publication or later ones.
 * SYNC copy: the copy visible with the entry.  The daemon copies a block to its second slot, fences, then writes the
   entry; the engine reads the entry, fences, then reads the slot.
 
@@ -140,6 +140,7 @@ class FlagTable(Flags[Flag]):
         if not 0 <= start <= len(pages) * PAGE_ENTRIES - len(entries):
             raise IndexError(f"entries outside the slot table: flag={index} start={start} entries={len(entries)}")
         done = 0
+        # SYNC claim: entry and claim cross
         while done < len(entries):
             page, at = divmod(start + done, PAGE_ENTRIES)
             part = entries[done : done + PAGE_ENTRIES - at]
@@ -149,7 +150,7 @@ class FlagTable(Flags[Flag]):
     def move(self, index: int, moves: Iterable[tuple[int, int]]) -> None:
         """Daemon: overwrite published entries with (block, slot); both slots of a block hold its bytes.
 
-        A load of the flag word afterwards says whether the engine can still read the earlier slots.
+        A claim may come at any moment, so the flag must pin both.
         """
         pages = self.lent(index)
         # SYNC copy: the copy visible with the entry
@@ -157,8 +158,6 @@ class FlagTable(Flags[Flag]):
         for block, slot in moves:
             # One aligned store: a reader sees one slot or the other.
             self._pages[pages[block // PAGE_ENTRIES], block % PAGE_ENTRIES] = slot
-        # SYNC claim: entry and claim cross
-        fence()
 
 
 class FlagAllocator(Allocator):

@@ -67,12 +67,17 @@ class Channel:
         return self._move(key, GIVEN_UP, pack(key[1], FlagState.FREE, 0))
 
     def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
-        """Write (block, slot) entries over published ones; return whether the flag is unclaimed after that."""
-        index, generation = key
-        if entries:
-            self.table.move(index, entries)
-        flag = self.table.flag(index)
-        return flag.generation == generation and flag.state in UNCLAIMED
+        """Write (block, slot) entries over published ones of an unclaimed flag; False if the engine had it first."""
+        flag = self.table.flag(key[0])
+        unclaimed = flag.generation == key[1] and flag.state in UNCLAIMED
+        if unclaimed and entries:
+            self.table.move(key[0], entries)
+        return unclaimed
+
+    def on_device(self, key: Key, blocks: range) -> int:
+        """Count the blocks for which the slot table names device slots."""
+        slots = self.table.read_slots(key[0], blocks.start, blocks.stop)
+        return sum(slot >= self.layout.slot_count for slot in slots)
 
     def given_up(self, key: Key) -> bool:
         """Whether the engine is done with this use of the flag."""

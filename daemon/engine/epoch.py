@@ -81,7 +81,6 @@ class Epoch(EpochCalls):
             self.planner.stop(key)
         if (lost := self.waits.tick(now_ns)) is not None:
             self._log.warning("wait.lost", **lost)
-        self.contain(self.promotions.tick, None)
         for lane in Lane:
             if self._pools.exhausted(lane, self):
                 self.planner.give_up(lane)
@@ -152,7 +151,6 @@ class Epoch(EpochCalls):
             elif (request := self.planner.requests.get(key)) is not None and not request.asked:
                 self.traces.asked(key, ask.asked_ns)
                 self.planner.ask(key)
-                self.promotions.asked(key)
                 self.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
             self._done(records.decode_done(record.payload))
@@ -194,12 +192,18 @@ class Epoch(EpochCalls):
         self.orphaned.ended(key)
         if (request := self.planner.requests.get(key)) is not None:
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
+            self._count_device(request, loaded)
         self.planner.finish(key, *loaded)
-        self.counters.add("device_blocks", min(sum(map(len, loaded)), self.promotions.named(key)))
-        self.promotions.dropped(key)
         self.channel.free(key)
         if request is not None:
             self._write(request, ending, done)
+
+    def _count_device(self, request: Request, loaded: Sequence[range]) -> None:
+        """Count the blocks that the engine loaded from device slots."""
+        named = [range(each.start, min(each.stop, request.published)) for each in loaded]
+        if self.memory.device is not None:
+            count = sum(self.channel.on_device(request.key, each) for each in named if each)
+            self.counters.add("device_blocks", count)
 
     def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
         """Count and log a request that ended, once."""
@@ -231,9 +235,7 @@ class Epoch(EpochCalls):
         self._count_puts(self.saver.reset(reset.reset_generation, self.reasons.stored))
         self.ahead.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
-            self.promotions.dropped(request.key)
             self._write(request, Ending.RESET)
-        self.promotions.reset()
         self.send(ResetDone(reset_generation=reset.reset_generation))
         self._log.info("engine.reset", reset_generation=reset.reset_generation, weights=reset.weights)
         self._carry_on()

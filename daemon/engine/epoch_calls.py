@@ -62,7 +62,6 @@ class EpochCalls(EpochParts):
                     self.ahead.ended(change.request)
                 continue
             if isinstance(change, TakenBack):
-                self.promotions.dropped(change.request.key)
                 self.traces.answered(change.request.key, 0, None)
                 continue
             if change.final:

@@ -81,6 +81,7 @@ class EpochParts(Caller):
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
+            device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
         self._negative = services.negatives.join(self.ranks.namespaces)
         self.groups = engine.groups
@@ -95,12 +96,8 @@ class EpochParts(Caller):
         self.channel.credits.grant(self.saver.next_grant(saving=True))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
         self.ahead = Ahead(engine.groups.unit_tokens // engine.groups.hash_tokens, room, partial=engine.groups.partial)
-        self.promotions = Promotions(
-            memory.layout.slot_count,
-            memory.layout.device_slots,
-            self.channel,
-            chunk_blocks=COPY_BYTES // memory.block_bytes,
-        )
+        copies, copy_blocks = self.planner.blocks.copies, COPY_BYTES // memory.block_bytes
+        self.promotions = Promotions(copies, self.planner.requests, self.channel, chunk_blocks=copy_blocks)
         self._promoter = Promoter(memory.device, self.promotions)
         self.orphaned = Orphaned()
         self._gets: dict[int, Get] = {}  # of the fetches that did not return, by the order's number

@@ -38,9 +38,8 @@ class Promoter:
 
     def __init__(self, device: DeviceStaging | None, promotions: Promotions) -> None:
         self._device, self._promotions = device, promotions
-        self._mapped = False  # the device is to be opened
-        self._pieces: deque[tuple[int, int, int]] = deque()  # of host staging, to be pinned
-        self._pinning = False
+        self._setup: deque[DeviceJob] = deque()  # what is left to do beside copies, one after the other
+        self._setting_up = False
         self._copying = 0
         self.ready = False  # copies are made
         self._off = device is None
@@ -50,42 +49,40 @@ class Promoter:
 
         Returns why the device is off from now on, if it is.
         """
+        if self._device is None:
+            return ""
         for rank, mapped in enumerate(workers):
-            if self._device is not None and not mapped.device:
+            if not mapped.device:
                 return self._end(f"a worker has no device slots: rank={rank}")
-        self._mapped = True
+        self._setup.append(DeviceJob("open", self._device.open))
         return ""
 
     def next_job(self) -> DeviceJob | None:
         """Return what to do now: get ready, then pin one piece after the other, with copies in between."""
         if self._off or self._device is None:
             return None
-        if self._mapped:
-            self._mapped = False
-            return DeviceJob("open", self._device.open)
-        if self.ready and self._pieces and not self._pinning:
-            self._pinning = True
-            return DeviceJob("pin", partial(self._device.pin, *self._pieces.popleft()))
-        if self.ready and self._copying < IN_FLIGHT:
-            order = self._promotions.next_order()
-            if order is not None:
-                self._copying += 1
-                return DeviceJob("copy", partial(self._device.copy, order.slots), order)
+        if self._setup and not self._setting_up:
+            self._setting_up = True
+            return self._setup.popleft()
+        if self.ready and self._copying < IN_FLIGHT and (order := self._promotions.next_order()) is not None:
+            self._copying += 1
+            return DeviceJob("copy", partial(self._device.copy, order.slots), order)
         return None
 
     def done(self, job: DeviceJob, error: str) -> str:
         """Take what a job returned. Returns why the device is off from now on, if it is."""
-        if job.kind == "pin":
-            self._pinning = False
-            if error:
-                self._pieces.clear()  # copies work without, through a bounce buffer
-            return ""
         if job.order is not None:
             self._copying -= 1
             self._promotions.copied(job.order.number, ok=not error)
-        elif not error and not self._off and self._device is not None:
+            return self._end(error) if error else ""
+        self._setting_up = False
+        if job.kind == "pin":
+            if error:
+                self._setup.clear()  # copies work without, through a bounce buffer
+            return ""
+        if not error and not self._off and self._device is not None:
             self.ready = True
-            self._pieces.extend(self._device.pieces())
+            self._setup.extend(DeviceJob("pin", partial(self._device.pin, *piece)) for piece in self._device.pieces())
         return self._end(error) if error else ""
 
     def overdue(self, job: DeviceJob) -> str:

@@ -1,4 +1,4 @@
-"""The table of staging slots: where each block lies, which requests pin it, and which block makes room first.
+"""The table of staging slots: where each block is, which requests pin it, and which block makes room first.
 
 Each request pins the blocks that it wants.  Unpinned blocks stay until another block needs their room; the least
 recently used goes first.  Blocks from disk use only part of the slots, so that blocks from memory always find room.
@@ -20,6 +20,7 @@ from itertools import chain
 
 import numpy as np
 
+from .copies import Copies
 from .requests import Announced, Request
 from .runs import BlockState, Lane, Run
 
@@ -27,10 +28,11 @@ from .runs import BlockState, Lane, Run
 class Blocks:
     """The blocks in slots [0, slot_count), of which blocks from disk use at most `disk_slots` at a time.
 
-    A slot that is in `lost` when it comes back is never used again; the caller adds to that set.
+    A slot that is in `lost` when it comes back is never used again; the caller adds to that set.  `copies`: the second
+    slots of blocks.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int]) -> None:
+    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int], device_slots: Sequence[int] = ()) -> None:
         self.slot_count = slot_count
         self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
@@ -45,6 +47,7 @@ class Blocks:
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
         self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first
+        self.copies = Copies(device_slots, self._runs)
 
     # --- finding ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Blocks:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
-            self._map(run.slots[kept:], None)
+            self._leave(run.slots[kept:])
             self._rests(run, kept - len(run))
             self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
@@ -233,9 +236,15 @@ class Blocks:
             self._idle[rest] = None
         return rest
 
-    def _map(self, slots: array[int], run: Run | None) -> None:
+    def _map(self, slots: array[int], run: Run) -> None:
         for slot in slots:
             self._runs[slot] = run
+
+    def _leave(self, slots: array[int]) -> None:
+        """No block is in these slots any more."""
+        for slot in slots:
+            self._runs[slot] = None
+        self.copies.leave(slots)
 
     def _settle(self, run: Run) -> None:
         """Make an unpinned run idle, or release it if it is detached; not while a call writes to it."""
@@ -250,7 +259,7 @@ class Blocks:
 
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
-        self._map(run.slots, None)
+        self._leave(run.slots)
         back = [slot for slot in run.slots if slot not in self._lost] if self._lost else run.slots
         self.lost += len(run) - len(back)
         self._free.extend(back)

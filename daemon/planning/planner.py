@@ -30,7 +30,10 @@ AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer
 
 
 class Planner:
-    """Plans one engine's staging slots [0, slot_count), without those that are in `lost` when they come back."""
+    """Plans one engine's staging slots [0, slot_count), without those that are in `lost` when they come back.
+
+    `device_slots`: the numbers of second slots of blocks, which it gives back with the first ones.
+    """
 
     def __init__(
         self,
@@ -40,10 +43,11 @@ class Planner:
         chunk_blocks: int,
         disk_chunk_blocks: int = 0,
         lost: Set[int] = NONE,
+        device_slots: Sequence[int] = (),
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost)
+        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost, device_slots)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)

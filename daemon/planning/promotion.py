@@ -1,72 +1,23 @@
-"""Promotion: which staged blocks have a copy in which device slot. Pure: events in, copy orders and table entries out.
+"""Promotion: which staged blocks to copy to the device next, and which slot tables name the copies. Pure.
 
-A copy is never the only one.  The requests that want a block pin its host slot, so a request's entry may name either
-slot at any moment.  Room goes by urgency, as the planner's does; copies that no request holds stay as an LRU.
-
-A more urgent request may take the copies that another request holds alone: that one's entries name the host slots
-again.  If its flag is unclaimed after that, the engine cannot read the device slots any more (SYNC claim in
-shmring/flags.py).  Otherwise the copies stay until the request ends, as they do for any claimed request.
-
-A copy under way that loses all its requests is void: nothing pins its host slot then.
+The requests that were published first come first.  A copy is a block's second slot (copies.py), which stays as long as
+a request may read it, so a table entry changes from the first slot to the second, and never back.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from .queues import negated, push
-from .requests import Key, Request, Urgency
-
-MAX_TRIES = 16  # requests looked at for one slot
+from .copies import Copies, Copy
+from .requests import Key, Request
 
 
 class Tables(Protocol):
     """The slot tables."""
 
     def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
-        """Write (block, slot) entries over published ones; return whether the request is unclaimed after that."""
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """One device slot in use. `holders`: for each request, the block's number in its prompt."""
-
-    digest: bytes
-    slot: int
-    there: bool = False
-    holders: dict[Holder, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Holder:
-    """A published request.
-
-    `next`: the first block to look at.  `settled`: it was claimed at the last look, and gets no copies until a look
-    finds it unclaimed.  `void`: it was published before a reset, and gets no more copies.
-    `queued`, `listed`: its entries in the queue and among the victims.
-    """
-
-    request: Request
-    start: int
-    host: list[int] = field(default_factory=list)
-    copies: dict[int, Copy] = field(default_factory=dict)
-    next: int = 0
-    settled: bool = False
-    void: bool = False
-    queued: Urgency | None = None
-    listed: Urgency | None = None
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.host)
-
-    def there(self) -> list[int]:
-        """Return the blocks with a complete copy."""
-        return [block for block, copy in self.copies.items() if copy.there]
+        """Write (block, slot) entries over those of an unclaimed request; False if it is claimed or gone."""
 
 
 class CopyOrder(NamedTuple):
@@ -77,276 +28,90 @@ class CopyOrder(NamedTuple):
 
 
 class Promotions:
-    """Plans the device slots [first, first + count) of one engine, whose slot tables it changes."""
+    """Plans the copies of the blocks of these requests, and has their tables name them."""
 
-    def __init__(self, first: int, count: int, tables: Tables, *, chunk_blocks: int) -> None:
-        self._tables = tables
+    def __init__(self, copies: Copies, requests: Mapping[Key, Request], tables: Tables, *, chunk_blocks: int) -> None:
+        self._copies, self._requests, self._tables = copies, requests, tables
         self._chunk_blocks = max(1, chunk_blocks)
-        self._slots = range(first, first + count)
-        self._free = list(reversed(self._slots))
-        self._index: dict[bytes, Copy] = {}
-        self._idle: OrderedDict[Copy, None] = OrderedDict()  # held by no request: least recently used first
-        self._holders: dict[Key, Holder] = {}
-        self._numbers: dict[int, Holder] = {}
-        self._queue: list[Urgency] = []  # requests with blocks to promote
-        self._victims: list[Urgency] = []  # requests that hold copies, negated: least urgent first
-        self._orders: dict[int, list[Copy]] = {}
+        self._queue: dict[Request, int] = {}  # its first block to look at
+        self._orders: dict[int, list[tuple[int, Copy]]] = {}  # under way: each block's host slot and copy
         self._number = 0
-        self._settled: list[Holder] = []
-        self._stopped = False  # the most urgent request found no room, and nothing changed since
-        self._closed = count == 0
+        self._closed = not copies.slots
 
-    # --- events -----------------------------------------------------------------------------------------------------
-
-    def published(self, request: Request, start: int, slots: Sequence[int]) -> list[int]:
+    def published(self, request: Request, start: int, slots: Sequence[int]) -> Sequence[int]:
         """Return the slots to enter for blocks from `start` on, which the planner publishes in these host slots."""
-        entries = list(slots)
-        if self._closed or not entries:
-            return entries
-        holder = self._holders.get(request.key)
-        if holder is None:
-            holder = self._holders[request.key] = self._numbers[request.sequence] = Holder(request, start, next=start)
-        holder.host.extend(entries)
-        for at, block in enumerate(range(start, start + len(entries))):
-            copy = self._index.get(request.digest(block))
-            if copy is not None and copy.there and self._hold(copy, holder, block):
-                entries[at] = copy.slot
-        self._enter(holder)
-        return entries
+        if self._closed:
+            return slots
+        self._queue[request] = min(start, self._queue.get(request, start))
+        return self._copies.named(slots)
 
-    def asked(self, key: Key) -> None:
-        """The urgency of a request changed."""
-        if (holder := self._holders.get(key)) is not None:
-            self._enter(holder)
+    def next_order(self) -> CopyOrder | None:
+        """Return the next blocks to copy; None if there are none, or no room."""
+        order: list[tuple[int, Copy]] = []
+        while self._queue:
+            request, block = next(iter(self._queue.items()))
+            stop = self._promote(request, block, order) if self._is_live(request) else None
+            if stop is not None:
+                self._queue[request] = stop
+                break
+            del self._queue[request]
+        if not order:
+            return None
+        self._number += 1
+        self._orders[self._number] = order
+        return CopyOrder(self._number, [(slot, copy.slot) for slot, copy in order])
 
-    def dropped(self, key: Key) -> None:
-        """The request ended or was taken back: the engine reads none of its slots any more."""
-        holder = self._holders.pop(key, None)
-        if holder is None:
-            return
-        del self._numbers[holder.request.sequence]
-        for copy in holder.copies.values():
-            del copy.holders[holder]
-            self._settle(copy)
-        self._stopped = False
-
-    def named(self, key: Key) -> int:
-        """Return how many of its entries name device slots, or did so when it was claimed."""
-        holder = self._holders.get(key)
-        return len(holder.there()) if holder is not None else 0
+    def _promote(self, request: Request, start: int, order: list[tuple[int, Copy]]) -> int | None:
+        """Have the request name its copies from block `start` on, now or later; return where to go on, if anywhere."""
+        if not self._tables.move(request.key, ()):
+            return None  # the engine has read its table
+        stop, moves = None, list[tuple[int, int]]()
+        for block in range(start, request.published):
+            slot = request.held[block]
+            copy = self._copies.of(slot)
+            if copy is None:
+                copy = self._copies.begin(slot) if len(order) < self._chunk_blocks else None
+                if copy is None:
+                    stop = block
+                    break
+                order.append((slot, copy))
+            if copy.there:
+                moves.append((block, copy.slot))
+            else:
+                copy.wanted.append((request, block))
+        if moves:
+            self._tables.move(request.key, moves)
+        return stop
 
     def copied(self, number: int, *, ok: bool) -> None:
         """An order came back; it succeeds or fails as a whole."""
-        ok = ok and not self._closed
-        moves: dict[Holder, list[tuple[int, int]]] = {}
-        for copy in self._orders.pop(number):
-            copy.there = True
-            if not ok:
-                self._forget(copy)
-            for holder, block in list(copy.holders.items()):
-                if ok and self._may_enter(holder):
-                    moves.setdefault(holder, []).append((block, copy.slot))
-                else:
-                    del copy.holders[holder]
-                    del holder.copies[block]
-            self._settle(copy)
-        for holder, entries in moves.items():
-            self._tables.move(holder.request.key, entries)
-        self._stopped = False
+        moves: dict[Request, list[tuple[int, int]]] = {}
+        for slot, copy in self._orders.pop(number):
+            if self._copies.end(slot, copy, ok=ok):
+                for request, block in copy.wanted:
+                    if self._is_live(request) and block < request.published and request.held[block] == slot:
+                        moves.setdefault(request, []).append((block, copy.slot))
+            copy.wanted.clear()
+        for request, entries in moves.items():
+            self._tables.move(request.key, entries)
 
-    def tick(self) -> None:
-        """Look again for room and for claims that were given up, since flags change without an event."""
-        self._stopped = False
-        settled, self._settled = self._settled, []
-        for holder in settled:
-            if self._holders.get(holder.request.key) is not holder or holder.void:
-                continue
-            if not self._tables.move(holder.request.key, ()):
-                self._settled.append(holder)
-                continue
-            holder.settled, holder.next = False, holder.start
-            if there := holder.there():  # some moved to the host just before the claim
-                self._tables.move(holder.request.key, [(block, holder.copies[block].slot) for block in there])
-            self._enter(holder)
-
-    def reset(self) -> None:
-        """The KV of every block is void: copies serve the requests that hold them, and no others."""
-        for copy in list(self._index.values()):
-            self._forget(copy)
-            self._settle(copy)
-        for holder in self._holders.values():
-            holder.settled = holder.void = True
+    def _is_live(self, request: Request) -> bool:
+        return self._requests.get(request.key) is request
 
     def close(self) -> None:
-        """Make no more copies, and move every request back to its host slots."""
+        """Make no more copies, and let no other table name those that there are."""
         self._closed = True
-        self.reset()
-        for holder in self._holders.values():
-            if there := holder.there():
-                self._to_host(holder, there)
-
-    # --- orders -----------------------------------------------------------------------------------------------------
-
-    def next_order(self) -> CopyOrder | None:
-        """Return the most urgent blocks to copy now; None if there are none, or no room."""
-        slots: list[tuple[int, int]] = []
-        copies: list[Copy] = []
-        while not self._stopped and len(slots) < self._chunk_blocks and (holder := self._head()) is not None:
-            if self._may_enter(holder):
-                self._promote(holder, slots, copies)
-        if not slots:
-            return None
-        self._number += 1
-        self._orders[self._number] = copies
-        return CopyOrder(self._number, slots)
-
-    def _promote(self, holder: Holder, slots: list[tuple[int, int]], copies: list[Copy]) -> None:
-        moves: list[tuple[int, int]] = []
-        while holder.next < holder.stop and len(slots) < self._chunk_blocks:
-            block = holder.next
-            if block not in holder.copies:
-                digest = holder.request.digest(block)
-                copy = self._index.get(digest)
-                if copy is None:
-                    slot = self._take_slot(holder.request.urgency)
-                    if slot is None:
-                        self._stopped = True
-                        break
-                    copy = self._index[digest] = Copy(digest, slot)
-                    slots.append((holder.host[block - holder.start], slot))
-                    copies.append(copy)
-                if self._hold(copy, holder, block) and copy.there:
-                    moves.append((block, copy.slot))
-            holder.next += 1
-        self._enter(holder)
-        if moves:
-            self._tables.move(holder.request.key, moves)
-
-    def _head(self) -> Holder | None:
-        """Return the most urgent request with blocks to promote."""
-        while self._queue:
-            entry = self._queue[0]
-            holder = self._numbers.get(entry[-1])
-            if holder is not None and holder.queued == entry:
-                if not holder.settled and holder.next < holder.stop:
-                    return holder
-                holder.queued = None
-            heapq.heappop(self._queue)
-        return None
-
-    def _take_slot(self, urgency: Urgency) -> int | None:
-        if not self._free and self._idle:
-            copy = next(iter(self._idle))
-            self._forget(copy)
-            self._settle(copy)
-        elif not self._free:
-            self._demote(urgency)
-        return self._free.pop() if self._free else None
-
-    def _demote(self, urgency: Urgency) -> None:
-        """Take the copies that a less urgent request holds alone, from the least urgent one that can give some."""
-        aside: list[Holder] = []
-        while self._victims and not self._free and len(aside) < MAX_TRIES:
-            entry = self._victims[0]
-            holder = self._numbers.get(-entry[-1])
-            if holder is not None and holder.listed == entry and holder.request.urgency <= urgency:
-                break
-            heapq.heappop(self._victims)
-            if holder is None or holder.listed != entry:
-                continue
-            holder.listed = None
-            if not holder.settled and not self._take_back(holder):
-                aside.append(holder)
-        for holder in aside:
-            self._enter(holder)
-
-    def _take_back(self, holder: Holder) -> bool:
-        """Move a request's last blocks back to the host; False if that frees no slot."""
-        alone = sorted(block for block in holder.there() if len(holder.copies[block].holders) == 1)
-        alone = alone[-self._chunk_blocks :]
-        if not alone or not self._tables.move(holder.request.key, ()):
-            return False
-        if not self._to_host(holder, alone):
-            self._settle_claimed(holder)  # the engine may have read the device slots before the move
-            return True
-        for block in alone:
-            copy = holder.copies.pop(block)
-            copy.holders.clear()
-            self._forget(copy)
-            self._settle(copy)
-        holder.next = min(holder.next, alone[0])
-        self._enter(holder)
-        return True
-
-    # --- state ------------------------------------------------------------------------------------------------------
-
-    def _to_host(self, holder: Holder, blocks: Sequence[int]) -> bool:
-        """Name the host slots of these blocks again; whether the request is unclaimed after that."""
-        return self._tables.move(holder.request.key, [(block, holder.host[block - holder.start]) for block in blocks])
-
-    def _may_enter(self, holder: Holder) -> bool:
-        """Whether the engine can still read new entries of this request; a claimed one has read its table."""
-        if not holder.settled and not self._tables.move(holder.request.key, ()):
-            self._settle_claimed(holder)
-        return not holder.settled
-
-    def _settle_claimed(self, holder: Holder) -> None:
-        holder.settled = True
-        self._settled.append(holder)
-
-    def _enter(self, holder: Holder) -> None:
-        """Enter it in the queue if it has blocks to promote, and among the victims if it has copies."""
-        if holder.settled:
-            return
-        entry = holder.request.urgency
-        if holder.next < holder.stop and holder.queued != entry:
-            holder.queued = entry
-            push(self._queue, entry, self._numbers)
-            if self._queue[0] == entry:
-                self._stopped = False
-        if holder.copies and holder.listed != negated(entry):
-            holder.listed = negated(entry)
-            push(self._victims, holder.listed, self._numbers)
-
-    def _hold(self, copy: Copy, holder: Holder, block: int) -> bool:
-        """Note that this block's entry names the copy, now or later; False if the request holds it as another block."""
-        if holder in copy.holders:
-            return False
-        if not copy.holders:
-            self._idle.pop(copy, None)
-        copy.holders[holder] = block
-        holder.copies[block] = copy
-        return True
-
-    def _forget(self, copy: Copy) -> None:
-        """Take it out of the index; its slot comes back with its last holder."""
-        if self._index.get(copy.digest) is copy:
-            del self._index[copy.digest]
-            self._idle.pop(copy, None)
-
-    def _settle(self, copy: Copy) -> None:
-        """Without holders a copy is void while it is under way, else idle if it is in the index, else free."""
-        if copy.holders:
-            return
-        if not copy.there:
-            self._forget(copy)
-        elif self._index.get(copy.digest) is copy:
-            self._idle[copy] = None
-        else:
-            self._free.append(copy.slot)
+        self._queue.clear()
+        self._copies.close()
 
     def gauges(self) -> dict[str, int]:
-        """Count device slots by use; those that are neither free nor idle are held or being copied to."""
+        """Count device slots; those that are neither free nor being copied to have a block's copy."""
         return {
-            "device_slots": len(self._slots),
-            "device_slots_free": len(self._free),
-            "device_slots_idle": len(self._idle),
+            "device_slots": len(self._copies.slots),
+            "device_slots_free": len(self._copies.free),
             "device_copies": sum(map(len, self._orders.values())),
         }
 
     def check(self) -> None:
-        """Assert that each device slot is free, idle, held, or in an order whose requests are gone."""
-        held = {copy.slot for holder in self._holders.values() for copy in holder.copies.values()}
-        void = {copy.slot for copies in self._orders.values() for copy in copies} - held
-        idle = [copy.slot for copy in self._idle]
-        assert sorted((*self._free, *idle, *held, *void)) == list(self._slots)
+        """Assert that no device slot is lost or used twice."""
+        self._copies.check(copy.slot for order in self._orders.values() for _, copy in order)

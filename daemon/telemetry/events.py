@@ -177,7 +177,6 @@ FIELDS: dict[str, Field] = {
     "saves_queued": Field("integer", "saves running or waiting"),
     "device_slots": Field("integer", "slots in device memory"),
     "device_slots_free": Field("integer", "empty ones"),
-    "device_slots_idle": Field("integer", "those with a copy that no request holds"),
     "device_copies": Field("integer", "blocks that are being copied to device memory, or wait for it"),
     "promoted_blocks": Field("integer", "staged blocks copied to device memory"),
     "device_blocks": Field("integer", "blocks that the engine loaded from device memory"),
@@ -239,7 +238,7 @@ _COUNTERS = (
     "save_slots", "save_slots_busy", "save_slots_lost", "saves_queued", "hints", "dropped_hints", "bad_records",
     "hit_blocks", "miss_blocks", "fetched_blocks", "failed_blocks", "loaded_blocks", "saved_blocks",
     "saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "device_slots",
-    "device_slots_free", "device_slots_idle", "device_copies", "promoted_blocks", "device_blocks",
+    "device_slots_free", "device_copies", "promoted_blocks", "device_blocks",
 )  # fmt: skip
 
 EVENTS: dict[str, Event] = {

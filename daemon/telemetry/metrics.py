@@ -107,10 +107,7 @@ CATALOGUE: dict[str, Described] = {
     ),
     "announcements_open": _gauge("Announced prompts whose request may still come", _ENGINE),
     "blocks_ahead": _gauge("Blocks fetched for announced prompts, or to be fetched", _ENGINE),
-    "device_slots": _gauge(
-        "Slots in device memory: free, idle (a copy, held by nobody), all (held and being copied to included)",
-        _ENGINE_USE,
-    ),
+    "device_slots": _gauge("Slots in device memory: free, all (those with a block's copy included)", _ENGINE_USE),
     "pending_requests": _gauge("Hinted requests that have not ended", _ENGINE, of="requests"),
     "leases": _gauge("Blocks that wait for their fetch; the store keeps them until then", _ENGINE),
     "fetch_orders": _gauge("Fetches in flight or waiting for a thread", _ENGINE, of="orders"),
@@ -147,7 +144,7 @@ _VALUES = {
 }
 USES = {  # the number of an engine for each `use`
     "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},
-    "device_slots": {"all": "device_slots", "free": "device_slots_free", "idle": "device_slots_idle"},
+    "device_slots": {"all": "device_slots", "free": "device_slots_free"},
 }
 Labels = tuple[str, ...]
 

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -19,13 +20,15 @@ import pytest
 
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES, DeviceJob, Promoter
+from kvprefetch.daemon.planning.copies import Copies
 from kvprefetch.daemon.planning.promotion import Promotions
-from kvprefetch.daemon.planning.requests import Key
+from kvprefetch.daemon.planning.requests import Key, Request
+from kvprefetch.daemon.planning.runs import Lane, Run
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu.cuda import Device
 from kvprefetch.shmring.gpu.device import GRAIN_BYTES
-from tests.daemon.planning.promoting import request_of
+from tests.daemon.planning.support import request_of
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest
 
@@ -97,7 +100,10 @@ class Rig:
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
         self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
-        self.promotions = Promotions(SLOTS, NEAR, self.tables, chunk_blocks=COPY_BYTES // SLOT_BYTES)
+        self.requests: dict[Key, Request] = {}
+        runs = [Run([b""], array("I", [slot]), Lane.MEMORY, None, pins=1) for slot in range(SLOTS)]
+        copies = Copies(range(SLOTS, SLOTS + NEAR), runs)
+        self.promotions = Promotions(copies, self.requests, self.tables, chunk_blocks=COPY_BYTES // SLOT_BYTES)
         self.promoter = Promoter(self.staging, self.promotions)
         self.worker = Worker(self.host.fd, self.staging.descriptor(0), SLOTS, NEAR)
         self.staging.hang_up()
@@ -140,7 +146,11 @@ class Rig:
 
     def publish(self, number: int, slots: Sequence[int]) -> None:
         """A request's blocks are staged in these host slots."""
-        self.tables.entries[number] = self.promotions.published(request_of(number, slots), 0, slots)
+        request = request_of(number, slots)
+        request.held.extend(slots)
+        request.published = len(slots)
+        self.requests[request.key] = request
+        self.tables.entries[number] = list(self.promotions.published(request, 0, slots))
 
     def near(self, number: int) -> int:
         return sum(slot >= SLOTS for slot in self.tables.entries[number])

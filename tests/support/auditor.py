@@ -138,13 +138,11 @@ class Auditor:
                 findings.append(f"epoch {epoch}: credits out: {there} of {engine['save_slots']} there")
             findings += [
                 f"epoch {epoch}: {name}={engine[name]}"
-                for name in ("blocks_pinned", "requests", "orders", "saves_queued")
+                for name in ("blocks_pinned", "requests", "orders", "saves_queued", "device_copies")
                 if engine[name]
             ]
             if int(engine["slots_free"]) + int(engine["slots_idle"]) != int(engine["slots"]):
                 findings.append(f"epoch {epoch}: slots lost: {engine}")
-            if int(engine["device_slots_free"]) + int(engine["device_slots_idle"]) != int(engine["device_slots"]):
-                findings.append(f"epoch {epoch}: device slots lost: {engine}")
         findings += [f"epoch {epoch}: segment of no attached engine" for epoch in views]
         return findings
 

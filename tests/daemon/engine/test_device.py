@@ -1,4 +1,4 @@
-"""The device cache of a real daemon with a fake GPU: urgent blocks are on it, and no request needs it."""
+"""The device cache of a real daemon with a fake GPU: blocks staged first are on it, and no request needs it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.engine.near import (
     BLOCK,
     DEVICE_SLOTS,
+    Key,
     Start,
     daemon_with,
     engine_at,
@@ -83,55 +84,50 @@ def test_near_blocks_are_on_the_device_and_loaded_from_there(daemon: Daemon, aud
 def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_it_is(
     start: Start, auditor: Auditor, gpus: Machine
 ) -> None:
-    """As an engine's first requests are, which may wait for minutes."""
+    """As an engine's first requests are, which may wait for minutes; the first one has the room until it ends."""
     daemon = start("--call-timeout-ms", "60000")
     fault = gpus.plant("cuStreamCreate", pid=daemon.pid)
     engine = engine_at(daemon)
-    waiting, asked = values_of("waiting", DEVICE_SLOTS), values_of("asked", DEVICE_SLOTS)
-    save(daemon, engine, waiting)
-    save(daemon, engine, asked)
-    keys = [engine.hint(list(values)) for values in (waiting, asked)]
-    for key in keys:
-        assert engine.settled(key).count == DEVICE_SLOTS
-    engine.ask(keys[1])
+    first, second = values_of("first", DEVICE_SLOTS), values_of("second", DEVICE_SLOTS)
+    save(daemon, engine, first)
+    save(daemon, engine, second)
+    keys = list[Key]()
+    for values in (first, second):
+        keys.append(engine.hint(list(values)))
+        assert engine.settled(keys[-1]).count == DEVICE_SLOTS
     assert daemon.records("device.ready") == []
     fault.unlink()
-    eventually(lambda: [on_device(engine, key) for key in keys] == [0, DEVICE_SLOTS], what="promotion")
-    assert take(engine, keys[1], asked) == DEVICE_SLOTS
-    eventually(lambda: on_device(engine, keys[0]) == DEVICE_SLOTS, what="promotion of the other")
-    assert take(engine, keys[0], waiting) == DEVICE_SLOTS
+    eventually(lambda: [on_device(engine, key) for key in keys] == [DEVICE_SLOTS, 0], what="promotion")
+    assert take(engine, keys[0], first) == DEVICE_SLOTS
+    eventually(lambda: on_device(engine, keys[1]) == DEVICE_SLOTS, what="promotion of the other")
+    assert take(engine, keys[1], second) == DEVICE_SLOTS
     auditor.assert_idle(daemon.pid, daemon.socket)
 
 
 @pytest.mark.store
-def test_room_for_two_requests_goes_to_the_two_most_urgent(daemon: Daemon, auditor: Auditor) -> None:
+def test_room_for_two_requests_goes_to_the_two_staged_first_until_they_end(daemon: Daemon, auditor: Auditor) -> None:
+    """A claimed one keeps its slots, and one that was claimed before its turn gets none."""
     engine = engine_at(daemon)
     size = DEVICE_SLOTS // 2
     values = [values_of(f"queue-{i}", size) for i in range(6)]
     for each in values:
         save(daemon, engine, each)
-    keys = [engine.hint(list(each), name=f"request-{i}") for i, each in enumerate(values)]
-    for key in keys:
-        assert engine.settled(key).count == size
+    keys = list[Key]()
+    for i, each in enumerate(values):
+        keys.append(engine.hint(list(each), name=f"request-{i}"))
+        assert engine.settled(keys[-1]).count == size
 
-    def placed(*expected: int) -> None:
-        eventually(
-            lambda: [on_device(engine, key) for key in keys] == [size * (i in expected) for i in range(6)],
-            what=f"{expected} on the device",
-        )
-
-    placed(0, 1)
-    engine.ask(keys[5])
-    placed(0, 5)
+    eventually(lambda: [on_device(engine, key) for key in keys] == [size] * 2 + [0] * 4, what="two on the device")
     assert engine.move(keys[0], FlagState.CLAIMED)
+    assert engine.move(keys[2], FlagState.CLAIMED)
     held = slots_of(engine, keys[0])
-    for key in keys[1:5]:
-        engine.ask(key)
-    placed(0, 1)  # the claimed one keeps its slots; of those asked for, the earliest has the others
+    assert take(engine, keys[1], values[1]) == size
+    eventually(lambda: on_device(engine, keys[3]) == size, what="the next one's promotion")
     assert [engine.read(slot) for slot in held] == list(values[0].values())
-    assert engine.move(keys[0], FlagState.RELEASED)
-    engine.done(keys[0], loaded=size)
-    loaded = [take(engine, key, each) for key, each in list(zip(keys, values, strict=True))[1:]]
+    for key in (keys[0], keys[2]):
+        assert engine.move(key, FlagState.RELEASED)
+        engine.done(key, loaded=size)
+    loaded = [take(engine, key, each) for key, each in list(zip(keys, values, strict=True))[3:]]
     assert loaded[0] == size
     auditor.assert_idle(daemon.pid, daemon.socket)
 

@@ -31,9 +31,7 @@ def test_the_line_of_an_engine_that_left_has_each_counter_and_gauge(engine: Engi
     assert engine.epoch.numbers().keys() == set(EVENTS["engine.detached"].fields)
 
 
-def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag_and_its_device_cache_hears_of_it(
-    engine: Engine,
-) -> None:
+def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag(engine: Engine) -> None:
     epoch = engine.epoch
     engine.stage((0, 1), *"abcdefgh")
     engine.stage((1, 1), *"stuvwxyz")

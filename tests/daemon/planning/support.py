@@ -139,6 +139,13 @@ def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Plann
 ONE_GROUP = Groups((Group(Kind.FULL, 1),), 1)
 
 
+def request_of(number: int, names: Sequence[int]) -> Request:
+    """Return a request for these blocks, which no planner has."""
+    hashes = b"".join(name.to_bytes(8, "big") for name in names)
+    prompt = Prompt(ONE_GROUP, hashes, range(len(names)), room=0, staged=lambda _: False)
+    return Request((number, 1), prompt, 0, number, prompt.names)
+
+
 def digests(*names: str) -> bytes:
     return b"".join(name.encode().ljust(8, b".") for name in names)
 

@@ -9,7 +9,7 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.telemetry.trace import Met, Missing, Trace, Traces, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
-from tests.daemon.planning.promoting import request_of
+from tests.daemon.planning.support import request_of
 from tests.support.telemetry import sample
 
 MS = 1_000_000
