@@ -186,7 +186,7 @@ class Handshake:
             return
         epoch = group.epoch = self._epochs.attach(memory, group.engine())
         assert group.scheduler is not None
-        epoch.send = group.scheduler.send
+        epoch.parts.send = group.scheduler.send
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)
         self._hand_over(group)
 

@@ -30,7 +30,7 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
     """Return one engine's gauges and counters by name; `transfer_ms` and `hidden_ms` make its hidden fraction."""
     return {
         "engine": epoch.engine.engine_id,
-        "namespace": ", ".join(epoch.ranks.namespaces).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
+        "namespace": ", ".join(epoch.parts.ranks.namespaces).encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
         "model": epoch.engine.model.encode()[:MAX_NAMESPACE_BYTES].decode(errors="ignore"),
         "pid": epoch.engine.pid,
         "uid": epoch.engine.uid,

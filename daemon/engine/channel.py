@@ -36,6 +36,7 @@ class Channel:
         self.liveness = Liveness(self.words, consumer=True)
         self._lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
         self._pages_in_use: set[int] = set()
+        self._given_up: set[Key] = set()  # by engines, at the last look
 
     def close(self) -> None:
         del self.ring, self.table, self.credits, self.liveness
@@ -79,10 +80,14 @@ class Channel:
         slots = self.table.read_slots(key[0], blocks.start, blocks.stop)
         return sum(slot >= self.layout.slot_count for slot in slots)
 
-    def given_up(self, key: Key) -> bool:
-        """Whether the engine is done with this use of the flag."""
-        flag = self.table.flag(key[0])
-        return flag.generation != key[1] or flag.state in (*GIVEN_UP, FlagState.FREE)
+    def orphans(self) -> set[Key]:
+        """Return the requests whose flag the engine has given up since the call before, and no record says so."""
+        before, self._given_up = self._given_up, set()
+        for index, (generation, _) in self._lent.items():
+            flag = self.table.flag(index)
+            if flag.generation != generation or flag.state in (*GIVEN_UP, FlagState.FREE):
+                self._given_up.add((index, generation))
+        return before & self._given_up
 
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
         flag, generation = key

@@ -7,6 +7,8 @@ and a corrupt segment ends this epoch and no other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec
 
 from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
@@ -18,71 +20,111 @@ from ..config.model import Mode
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
-from ..work.calls import Kind
+from ..work.calls import Call, Caller, Kind
 from .epoch_calls import EpochCalls
+from .epoch_fetches import Fetches
+from .epoch_parts import EpochParts, Services
+from .memory import EngineInfo, EngineMemory
 
 LAST_NS = 100_000_000  # for the records at the end of an epoch: all that an honest engine can have on the way
+P = ParamSpec("P")
 
 
-class Epoch(EpochCalls):
-    """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone."""
+def event(method: Callable[Concatenate[Epoch, P], None]) -> Callable[Concatenate[Epoch, P], None]:
+    """Let the epoch carry on after this method."""
+
+    @wraps(method)
+    def taken(self: Epoch, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.take(partial(method, self, *args, **kwargs), None)
+
+    return taken
+
+
+class Epoch(Caller):
+    """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
+
+    Records and results arrive through `take`, and methods that are an `event` too.  Then the epoch carries on.
+    """
+
+    def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
+        self.parts = parts = EpochParts(services, memory, engine)
+        super().__init__(parts.log)
+        self._services = services
+        self._calls, self._fetches = EpochCalls(parts, self), Fetches(parts, self)
+        self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
+        self.planner, self.saver, self.channel = parts.planner, parts.saver, parts.channel
+        self.counters, self.traces = parts.counters, parts.traces
+        self.since_ns = services.clock_ns()
+        self.heard_ns = 0  # when the last record came
+        self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
+        self.channel.liveness.beat(self.since_ns)
+        self.channel.credits.grant(self.saver.next_grant(saving=True))
+
+    def carry_on(self) -> None:
+        """Carry out what the parts want done now; the loop asks for fetches and puts."""
+        if self.closing:
+            self._calls.publish()
+        else:
+            self._calls.carry_on()
+
+    @property
+    def idle(self) -> bool:
+        """No call touches this epoch's memory."""
+        return self.running == 0
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    @event
     def activate(self, workers: Sequence[Mapped]) -> None:
         """All processes mapped the epoch, and the workers say how: hints are welcome."""
-        self._device_off(self.memory.device_error)
-        self._device_off(self.contain(self._promoter.start, "", workers))
+        self._calls.device_off(self.memory.device_error)
+        self._calls.device_off(self.parts.promoter.start(workers))
         self.channel.liveness.set_state(PeerState.ACTIVE)
-        self._carry_on()
 
+    @event
     def switch(self, mode: Mode) -> None:
         """Say what becomes of hints and of blocks to save from now on; requests already planned go on."""
-        self._mode = mode
-        self._carry_on()
+        self.parts.mode = mode
 
     @property
     def mode(self) -> str:
         """What is done for this engine: the daemon's mode, or the part of it that the engine's role has."""
         part = {(True, False): "loads only", (False, True): "saves only", (False, False): "shadow"}
         wants = self.engine.scheduler.loads, self.engine.scheduler.saves
-        return part.get(wants, "on") if self._mode == "on" else self._mode
+        return part.get(wants, "on") if self.parts.mode == "on" else self.parts.mode
 
     def gauges(self) -> dict[str, int]:
         """Count slots, pins, requests and credits, as an auditor wants them."""
-        ahead = {"announcements_open": self.ahead.count, "blocks_ahead": self.ahead.blocks}
-        return {**self.planner.gauges(), **ahead, **self.saver.gauges(), **self.promotions.gauges()}
+        parts = self.parts
+        ahead = {"announcements_open": parts.ahead.count, "blocks_ahead": parts.ahead.blocks}
+        return {**self.planner.gauges(), **ahead, **self.saver.gauges(), **parts.promotions.gauges()}
 
     def numbers(self) -> dict[str, int]:
         """Return gauges and counters together, for the log, the snapshot and the status."""
         self.counters.reach("hints_dropped", self.channel.ring.dropped)
         return {**self.gauges(), **self.counters.totals()}
 
+    @event
     def tick(self, now_ns: int) -> None:
-        """Do what no event brings, a few times a second."""
+        """Do what nothing else brings, a few times a second."""
         if self.closing:
-            if self._ended_ns and now_ns - self._ended_ns > self._pools.timeout_ns:
+            if self._ended_ns and now_ns - self._ended_ns > self._services.pools.timeout_ns:
                 self._ended_ns = 0
                 self._log.warning("engine.held", in_flight=self.running)
             return
         self.channel.liveness.beat(now_ns)
-        self.contain(self._tick, None, now_ns)
-        self._carry_on()
-
-    def _tick(self, now_ns: int) -> None:
+        parts = self.parts
         # A record that waits in the ring may say how a request ended.
-        for key in self.orphaned.next_keys(self.planner.requests) if not self.channel.ring.waiting else ():
-            hinted = self.planner.requests[key].announced is None
-            if hinted and self.orphaned.seen(key, given_up=self.channel.given_up(key)):
-                self._finish(key, Ending.UNTOLD)
-        self._answer(self.look_ups.tick(now_ns), now_ns)
+        for key in self.channel.orphans() if not self.channel.ring.waiting else ():
+            self._finish(key, Ending.UNTOLD)
+        self._calls.answer(parts.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
-        for key in self.ahead.late(now_ns):
+        for key in parts.ahead.late(now_ns):
             self.planner.stop(key)
-        if (lost := self.waits.tick(now_ns)) is not None:
+        if (lost := parts.waits.tick(now_ns)) is not None:
             self._log.warning("wait.lost", **lost)
         for lane in Lane:
-            if self._pools.exhausted(lane, self):
+            if self._services.pools.exhausted(lane, self):
                 self.planner.give_up(lane)
         self._count_waste()
 
@@ -94,14 +136,14 @@ class Epoch(EpochCalls):
         """
         self.closing = True
         self._ended_ns = self._services.clock_ns()
-        self.ahead.stop("the engine is gone")
-        self._reply()
+        self.parts.ahead.stop("the engine is gone")
+        self._calls.reply()
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
-            self.contain(self.promotions.close, None)
+            self.parts.promotions.close()
             device.hang_up()
-            self._start(Kind.COPY, device.close, lambda _: None)
+            self._services.pools.start(Call(Kind.COPY, device.close, lambda _: None, None, self))
         for request in [each for each in self.planner.requests.values() if each.announced is None]:
             self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
         self.planner.blocks.waste_rest()
@@ -110,7 +152,7 @@ class Epoch(EpochCalls):
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
         self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
-        self._services.negatives.leave(self._negative)
+        self._services.negatives.leave(self.parts.negative)
         self._log.info("engine.detached", **self.numbers())
         self.channel.close()
 
@@ -123,9 +165,10 @@ class Epoch(EpochCalls):
 
     def drain(self, until_ns: int) -> int:
         """Handle records until then, one at least; return how many there were."""
-        if count := self.contain(self._drain, 0, until_ns):
-            self.heard_ns = self._services.clock_ns()
-            self._carry_on()
+        if not self.channel.ring.waiting:
+            return 0
+        count = self.take(self._drain, 0, until_ns)
+        self.heard_ns = self._services.clock_ns()
         return count
 
     def _drain(self, until_ns: int) -> int:
@@ -147,18 +190,18 @@ class Epoch(EpochCalls):
             ask = records.decode_ask(record.payload)
             key = (ask.flag, ask.generation)
             if ask.stop:
-                self._stop(key)
+                self._fetches.stop(key)
             elif (request := self.planner.requests.get(key)) is not None and not request.asked:
                 self.traces.asked(key, ask.asked_ns)
                 self.planner.ask(key)
-                self.look_ups.asked(request)
+                self.parts.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
             self._done(records.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
             if not self.closing:
                 saved = records.decode_saved(record.payload)
                 self.channel.check_saved(saved)
-                self._count_puts(self.saver.saved(saved, saving=self._saving))
+                self._calls.count_puts(self.saver.saved(saved, saving=self.parts.saving))
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
@@ -171,15 +214,15 @@ class Epoch(EpochCalls):
         self.channel.lend(hint)
         self.counters.add("hints")
         now = self._services.clock_ns()
-        prompt = self._prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
+        prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
-        self.traces.begin(key, hint, now, self.ahead.arrived(hint.hashes, hint.hash_bytes))
+        self.traces.begin(key, hint, now, self.parts.ahead.arrived(hint.hashes, hint.hash_bytes))
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
-        if seen.state != FlagState.HINTED or self.closing or self._mode == "off":
+        if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
             self.planner.fetch_nothing(request)
         else:
-            self._look_up(request, now)
+            self._calls.look_up(request, now)
 
     def _done(self, done: records.Done) -> None:
         self.channel.check_done(done)
@@ -189,7 +232,6 @@ class Epoch(EpochCalls):
 
     def _finish(self, key: Key, ending: Ending, done: records.Done | None = None) -> None:
         loaded = [range(done.loaded_from, done.loaded_from + done.loaded_blocks)] if done is not None else []
-        self.orphaned.ended(key)
         if (request := self.planner.requests.get(key)) is not None:
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
             self._count_device(request, loaded)
@@ -208,34 +250,51 @@ class Epoch(EpochCalls):
     def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
         """Count and log a request that ended, once."""
         now = self._services.clock_ns()
-        work = self.reasons.work(self.traces.lane(request.key), now)
-        if (line := self.traces.end(request, ending, done, now, work)) is not None:
+        if (line := self.traces.end(request, ending, done, now, self.parts.work(request.key, now))) is not None:
             self.counters.request_done(line)
-            self.waits.add(line)
+            self.parts.waits.add(line)
             self._log.info("request.done", **line)
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 
+    def start_fetch(self, lane: Lane, *, ahead: bool = False) -> bool:
+        """Start one fetch of this lane for requests; False if there is none to start, or no room for it.
+
+        `ahead`: for announced requests, once no engine has one for a hinted one to start in this lane.
+        """
+        pools = self._services.pools
+        if self.closing or not self.planner.wants(lane) or not pools.fetch_room(lane, self):
+            return False
+        most = pools.sizes[lane].blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
+        order = self.contain(partial(self.planner.next_order, ahead=ahead), None, lane, most)
+        if not ahead:
+            starved = order is None and self.planner.starved(lane)
+            self.parts.reasons.room(lane, self._services.clock_ns(), starved=starved)
+        self.contain(self._calls.publish, None)
+        if order is not None:
+            self._fetches.start(order)
+        return order is not None
+
+    def start_save(self) -> bool:
+        """Start the put that waits; False if there is none, no room for it, or loads go first."""
+        return not self.closing and self._calls.start_save()
+
+    @event
     def announce(self, order: Announce, hashes: bytes, reply: Callable[[Outcome], None]) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it, more than once."""
-        self._announcements += 1
-        self._replies[self._announcements] = order, reply
-        self.ahead.add(self._announcements, order, hashes, self._services.clock_ns())
-        if self._mode != "on":
-            self.ahead.stop(f"nothing is staged for this engine now: mode={self._mode}")
-        self._carry_on()
+        self._calls.announce(order, hashes, reply)
 
+    @event
     def reset(self, reset: Reset) -> None:
         """Void everything staged, hinted or being saved; from now on the engine's keys name other weights."""
-        now = self._services.clock_ns()
-        self.ranks = self._ranks(reset.weights)
-        self._services.negatives.move(self._negative, self.ranks.namespaces)
-        self._negative.clear(now)
-        self.reasons.moved(self.ranks.namespaces)
-        self._count_puts(self.saver.reset(reset.reset_generation, self.reasons.stored))
-        self.ahead.stop("its weights changed")
+        parts = self.parts
+        parts.ranks = parts.ranks_of(reset.weights)
+        self._services.negatives.move(parts.negative, parts.ranks.namespaces)
+        parts.negative.clear(self._services.clock_ns())
+        parts.reasons.moved(parts.ranks.namespaces)
+        self._calls.count_puts(self.saver.reset(reset.reset_generation, parts.reasons.stored))
+        parts.ahead.stop("its weights changed")
         for request in self.contain(self.planner.reset, list[Request]()):
             self._write(request, Ending.RESET)
-        self.send(ResetDone(reset_generation=reset.reset_generation))
+        parts.send(ResetDone(reset_generation=reset.reset_generation))
         self._log.info("engine.reset", reset_generation=reset.reset_generation, weights=reset.weights)
-        self._carry_on()

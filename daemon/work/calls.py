@@ -54,13 +54,22 @@ class Caller:
             self.corrupt = self.corrupt or str(error)
             return default
 
+    def take(self, event: Callable[..., _T], default: _T, *args: Any) -> _T:
+        """Let something happen to the caller, as `contain` does, and then let it carry on."""
+        result = self.contain(event, default, *args)
+        self.contain(self.carry_on, None)
+        return result
+
+    def carry_on(self) -> None:
+        """Do what is to be done after each event: nothing, unless there is more to a caller."""
+
     def returned(self, call: Call, result: Any) -> None:
         """Hand a result in. The log names an exception here, so that one faulty call takes no other with it."""
         self.running -= 1
         if isinstance(result, BaseException):
             self._log.error("job.failed", error=repr(result))
         if not self.closing:
-            self.contain(call.on_result, None, result)
+            self.take(call.on_result, None, result)
 
 
 @dataclass(eq=False)
@@ -96,4 +105,4 @@ class Call:
         if self.caller is None:
             self.on_overdue()
         elif not self.caller.closing:
-            self.caller.contain(self.on_overdue, None)
+            self.caller.take(self.on_overdue, None)

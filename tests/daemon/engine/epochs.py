@@ -127,7 +127,7 @@ class Engine(EngineSide):
         while asked := request.prompt.next(100):
             request.prompt.found(b"\1" * len(asked), bytes([on_disk]) * len(asked))
         self.epoch.planner.choose(request)
-        self.epoch.switch("on")  # it carries on
+        self.epoch.carry_on()
 
     def stage(self, key: Key, *names: str, on_disk: bool = False, asked: bool = False) -> None:
         """Push a hint; its blocks are staged when this returns."""
@@ -140,7 +140,7 @@ class Engine(EngineSide):
         for lane in Lane:
             while (order := planner.next_order(lane)) is not None:
                 planner.fetched(order.number, [True] * len(order.slots), 1)
-                self.epoch.switch("on")  # it carries on
+                self.epoch.carry_on()
 
     def loaded(self, key: Key, blocks: range) -> None:
         """Give a claimed flag back."""

@@ -88,8 +88,8 @@ def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> N
         engine.hint([bytes([flag]) * 32], key=(flag, 1))
     for _ in range(100):
         engine.ask((1, 1))
-    assert len(epoch.look_ups) == 2
-    assert epoch.look_ups.queued == 2
+    assert len(epoch.parts.look_ups) == 2
+    assert epoch.parts.look_ups.queued == 2
 
 
 def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:
@@ -112,7 +112,7 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     epoch.tick(1)
     engine.done((0, 1), loaded=1)
     epoch.tick(1)
-    assert len(epoch.orphaned) == 0
+    assert epoch.channel.orphans() == set()
 
 
 def test_an_engine_has_no_more_requests_than_flags(engine: Engine) -> None:

@@ -42,7 +42,7 @@ class Setup(Engine):
         self.sent: list[Message] = []
         own: Any = {"chunk_blocks": chunk_blocks, "events": events, "negatives": negatives}
         super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, **own))
-        self.epoch.send = self.sent.append
+        self.epoch.parts.send = self.sent.append
         self.calls = self.pools.calls
 
     def start(self, lane: Lane = Lane.MEMORY) -> Call:
@@ -61,7 +61,7 @@ class Setup(Engine):
         self.put((9, self.now), FlagState.HINTED)
         prompt = Prompt(ONE_GROUP, digest(name), range(1), room=0, staged=lambda _: False)
         request = self.epoch.planner.hint((9, self.now), prompt, 0)
-        answer = self.epoch.look_ups.add(request, self.now, answering=True)
+        answer = self.epoch.parts.look_ups.add(request, self.now, answering=True)
         self.epoch.planner.finish(request.key)
         return answer is not None
 

@@ -1,4 +1,4 @@
-"""The engine's parts are pulled: none keeps something to call but the epoch, and no constructor has many parameters."""
+"""The engine's parts are pulled: none keeps something to call but the way to the engine. Constructors are small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import kvprefetch.daemon
 from kvprefetch.daemon.engine.device import DeviceStaging
-from kvprefetch.daemon.engine.epoch import Epoch
+from kvprefetch.daemon.engine.epoch_parts import EpochParts
 from tests.daemon.engine.epochs import Engine, announced, digest, later_weights, make_epoch
 from tests.support.fakecuda import UUID, machine, needs_fake
 
@@ -32,7 +32,7 @@ def kept_callables(thing: Any, name: str, seen: set[int]) -> Iterator[str]:
     slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
     values = {slot: getattr(thing, slot) for slot in slots if hasattr(thing, slot)} | getattr(thing, "__dict__", {})
     for attribute, value in values.items():
-        if callable(value) and not isinstance(value, type) and not isinstance(thing, Epoch):
+        if callable(value) and not isinstance(value, type) and not isinstance(thing, EpochParts):
             yield f"{name}.{attribute}"
         yield from kept_callables(value, f"{name}.{attribute}", seen)
 
@@ -56,9 +56,9 @@ def test_no_part_of_an_epoch_keeps_something_to_call() -> None:
 def test_a_part_that_keeps_something_to_call_is_found() -> None:
     epoch = make_epoch()
     epoch.saver.tell = print  # type: ignore[attr-defined]
-    epoch.look_ups.ports = [len]  # type: ignore[attr-defined]
-    assert list(kept_callables(epoch, "epoch", set())) == ["epoch.saver.tell"]
-    del epoch.saver.tell, epoch.look_ups.ports  # type: ignore[attr-defined]
+    epoch.parts.look_ups.ports = [len]  # type: ignore[attr-defined]
+    assert list(kept_callables(epoch, "epoch", set())) == ["epoch.parts.saver.tell"]
+    del epoch.saver.tell, epoch.parts.look_ups.ports  # type: ignore[attr-defined]
     Engine(epoch).leave()
 
 
