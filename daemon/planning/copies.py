@@ -83,8 +83,3 @@ class Copies:
     def close(self) -> None:
         """Name no copy any more. Tables that do go on, as long as no other copy begins."""
         self.leave(list(self._copies))
-
-    def check(self, under_way: Iterable[int]) -> None:
-        """Assert that each device slot is free, or a block's copy, or `under_way`."""
-        there = [copy.slot for copy in self._copies.values() if copy.there]
-        assert sorted((*self.free, *there, *under_way)) == list(self.slots)

@@ -111,7 +111,3 @@ class Promotions:
             "device_slots_free": len(self._copies.free),
             "device_copies": sum(map(len, self._orders.values())),
         }
-
-    def check(self) -> None:
-        """Assert that no device slot is lost or used twice."""
-        self._copies.check(copy.slot for order in self._orders.values() for _, copy in order)

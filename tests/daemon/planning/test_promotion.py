@@ -81,9 +81,10 @@ class Rig:
         self.promotions = module.Promotions(self.copies, self.planner.requests, self.flags, chunk_blocks=chunk)
         self.flags.promotions, self.flags.copies, self.chunk = self.promotions, self.copies, chunk
 
-    def there(self) -> set[int]:
-        """Return the host slots whose blocks have a copy."""
-        return {slot for slot in range(HOST) if (copy := self.copies.of(slot)) is not None and copy.there}
+    def there(self) -> dict[int, int]:
+        """Return the device slot of each host slot whose block has a copy."""
+        copies = ((slot, self.copies.of(slot)) for slot in range(HOST))
+        return {slot: copy.slot for slot, copy in copies if copy is not None and copy.there}
 
     def promote(self) -> None:
         while (order := self.promotions.next_order()) is not None:
@@ -281,7 +282,9 @@ class History(Rig):
                 self.weights += 1
 
     def check(self) -> None:
-        self.promotions.check()
+        under_way = [device for order, _ in self.under_way for _, device in order.slots]
+        each = (*self.copies.free, *self.there().values(), *under_way)
+        assert sorted(each) == list(self.copies.slots), "no device slot is lost or used twice"
         for key, names in self.live.items():
             for slots in (self.flags.shows(key), self.flags.read.get(key, [])):
                 assert [self.content[slot] for slot in slots] == names[: len(slots)], "each slot holds its block"
@@ -305,9 +308,10 @@ class History(Rig):
         self.settle()
         for order, _ in self.orders:
             returned(self.planner, order)
-        for key in self.live:
+        for key in list(self.live):
             self.finish(key)
-        self.promotions.check()
+            del self.live[key]
+        self.check()
         assert self.promotions.gauges()["device_copies"] == 0
 
 
