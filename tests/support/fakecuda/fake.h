@@ -66,16 +66,26 @@ Result enter(const char *name, int demands, int device);
 #define ENTER_ON(demands, device) \
     do { Result entered = enter(__func__, demands, device); if (entered) return entered; } while (0)
 
-/* --- memory.c: device memory, its mappings, and registered host memory ------------------------------------------- */
+/* --- machine.c: the machine's memory ----------------------------------------------------------------------------- */
+
+/* A file that counts as `size` bytes of the device's memory while any process has it open; -1: there is no room. */
+int take_memory(int device, const char *kind, size_t size, char name[64]);
+bool others_hold(int device, const char *kind);
+/* Until the descriptor is closed, no other process looks at the memory or takes some. */
+int lock_machine(void);
+
+/* --- memory.c: device memory and its mappings -------------------------------------------------------------------- */
 
 /* Where `size` bytes lie as a whole. */
 enum Place { DEVICE_MEMORY, REGISTERED, PAGEABLE, NOWHERE };
 enum Place place_of(Address at, size_t size, int device);
-/* The caller holds this for reading while a copy or a kernel runs, and memory.c for writing while it maps. */
+/* The caller holds this for reading while a copy or a kernel runs, and memory.c and host.c for writing while they map. */
 extern pthread_rwlock_t mappings;
-/* A file that counts as `size` bytes of the device's memory while any process has it open; -1: there is no room. */
-int take_memory(int device, const char *kind, size_t size, char name[64]);
-bool others_hold(int device, const char *kind);
+
+/* --- host.c: registered host memory ------------------------------------------------------------------------------ */
+
+/* Where bytes that no reserved address has lie: REGISTERED, PAGEABLE, or NOWHERE as a whole. */
+enum Place host_place_of(Address at, size_t size);
 
 /* --- streams.c: work in order, late ------------------------------------------------------------------------------ */
 

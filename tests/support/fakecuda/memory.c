@@ -1,7 +1,6 @@
-/* Device memory as files, its mappings and its exports, and registered host memory. */
+/* Device memory: its mappings and its exports. */
 #include "fake.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -28,79 +27,9 @@ struct Mapping {
     unsigned access;
     struct Mapping *next;
 };
-struct Registration {
-    Address at;
-    size_t size;
-    struct Context *context;
-    struct Registration *next;
-};
 static struct Physical *physicals;
 static struct Mapping *reserved;
-static struct Registration *registrations;
 pthread_rwlock_t mappings = PTHREAD_RWLOCK_INITIALIZER;
-
-/* --- the machine's memory ----------------------------------------------------------------------------------------- */
-
-/* One process at a time looks at the files of the machine's memory, and makes new ones. */
-static int lock_machine(void) {
-    char path[512];
-    int file = open(path_of(path, "lock"), O_RDWR | O_CLOEXEC);
-    if (file < 0 || flock(file, LOCK_EX)) DIE("%s: %s", path, strerror(errno));
-    return file;
-}
-
-/* Bytes in files DEVICE-KIND-… that a process holds; those that nobody holds any more are removed. */
-static size_t held_bytes(int device, const char *kind) {
-    char path[512], prefix[64];
-    size_t held = 0;
-    struct dirent *entry;
-    snprintf(prefix, sizeof prefix, "%d-%s", device, kind);
-    DIR *folder = opendir(path_of(path, "memory"));
-    if (!folder) DIE("%s: %s", path, strerror(errno));
-    while ((entry = readdir(folder))) {
-        struct stat status;
-        if (strncmp(entry->d_name, prefix, strlen(prefix))) continue;
-        int file = openat(dirfd(folder), entry->d_name, O_RDWR | O_CLOEXEC);
-        if (file < 0) continue;
-        if (!flock(file, LOCK_EX | LOCK_NB)) unlinkat(dirfd(folder), entry->d_name, 0);
-        else if (!fstat(file, &status)) held += strstr(entry->d_name, "-context-") ? CONTEXT_BYTES : status.st_size;
-        close(file);
-    }
-    closedir(folder);
-    return held;
-}
-
-bool others_hold(int device, const char *kind) {
-    int machine = lock_machine();
-    bool found = held_bytes(device, kind) > 0;
-    close(machine);
-    return found;
-}
-
-int take_memory(int device, const char *kind, size_t size, char name[64]) {
-    static int number;
-    char path[512], part[128];
-    int machine = lock_machine(), file = -1;
-    snprintf(name, 64, "%d-%s-%d-%d", device, kind, getpid(), __atomic_add_fetch(&number, 1, __ATOMIC_RELAXED));
-    if (size <= devices[device].bytes - held_bytes(device, "")) {
-        snprintf(part, sizeof part, "memory/%s", name);
-        /* For all users: those that look for free room must be able to ask for its lock. */
-        file = open(path_of(path, part), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-        if (file < 0 || fchmod(file, 0666) || ftruncate(file, size) || flock(file, LOCK_SH))
-            DIE("%s: %s", path, strerror(errno));
-    }
-    close(machine);
-    return file;
-}
-
-EXPORT Result cuMemGetInfo_v2(size_t *available, size_t *total) {
-    ENTER(INITIALISED | CONTEXT);
-    int machine = lock_machine();
-    *total = devices[current_device()].bytes;
-    *available = *total - held_bytes(current_device(), "");
-    close(machine);
-    return OK;
-}
 
 /* --- addresses ---------------------------------------------------------------------------------------------------- */
 
@@ -151,22 +80,13 @@ static void forget(struct Mapping *one) {
     free(one);
 }
 
-static struct Registration *registration_of(Address at, size_t size) {
-    struct Registration *one = registrations;
-    while (one && !(one->at <= at && at + size <= one->at + one->size)) one = one->next;
-    return one;
-}
-
 enum Place place_of(Address at, size_t size, int device) {
     struct Mapping *mapping = mapping_of(at, size);
     if (mapping && !(mapping->access & 1u << device)) DIE("a GPU has no access (cuMemSetAccess): address=%#lx", at);
     if (mapping) return DEVICE_MEMORY;
-    if (registration_of(at, size)) return REGISTERED;
     for (struct Mapping *one = reserved; one; one = one->next)
         if (at < one->at + one->size && one->at < at + size) return NOWHERE;
-    for (struct Registration *one = registrations; one; one = one->next)
-        if (at < one->at + one->size && one->at < at + size) return NOWHERE; /* over two registrations, or the end */
-    return PAGEABLE;
+    return host_place_of(at, size);
 }
 
 /* --- physical memory ---------------------------------------------------------------------------------------------- */
@@ -428,49 +348,4 @@ EXPORT Result cuIpcCloseMemHandle(Address at) {
     if (there) let_go(there);
     pthread_rwlock_unlock(&mappings);
     return there ? OK : INVALID_VALUE;
-}
-
-/* --- host memory -------------------------------------------------------------------------------------------------- */
-
-static bool is_mapped(Address at, size_t size) {
-    unsigned char there;
-    for (Address page = at; page < at + size; page += sysconf(_SC_PAGESIZE))
-        if (mincore((void *)page, 1, &there)) return false;
-    return true;
-}
-
-EXPORT Result cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
-    ENTER(INITIALISED | CONTEXT | NOT_CAPTURING);
-    Address at = (Address)start;
-    long page = sysconf(_SC_PAGESIZE);
-    if (!size || flags & ~15u || !is_mapped(at / page * page, size)) return INVALID_VALUE;
-    if (at % page || size % page) DIE("a part of a page is registered: address=%#lx bytes=%zu", at, size);
-    pthread_rwlock_wrlock(&mappings);
-    bool again = false;
-    for (struct Registration *one = registrations; one; one = one->next)
-        again |= at < one->at + one->size && one->at < at + size;
-    if (!again) {
-        struct Registration *one = calloc(1, sizeof *one);
-        *one = (struct Registration){at, size, current_context(), registrations};
-        registrations = one;
-        count_resource(one->context, 1);
-    }
-    pthread_rwlock_unlock(&mappings);
-    return again ? ALREADY_REGISTERED : OK;
-}
-
-EXPORT Result cuMemHostUnregister(void *start) {
-    ENTER(INITIALISED | CONTEXT | NOT_CAPTURING);
-    pthread_rwlock_wrlock(&mappings);
-    struct Registration **link = &registrations;
-    while (*link && (*link)->at != (Address)start) link = &(*link)->next;
-    struct Registration *one = *link;
-    if (one) *link = one->next;
-    pthread_rwlock_unlock(&mappings);
-    if (!one) return NOT_REGISTERED;
-    assert_unused("host memory is unregistered", one->at, one->size);
-    if (!is_mapped(one->at, one->size)) DIE("host memory was unmapped while it was registered: address=%#lx", one->at);
-    count_resource(one->context, -1);
-    free(one);
-    return OK;
 }
