@@ -1,0 +1,76 @@
+"""What tests of look-ups share: look-ups before a planner without room, on a clock of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvprefetch.daemon.engine.lookups import Answer, Batch, LookUps, Lost
+from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.daemon.planning.negative import NegativeCache
+from kvprefetch.daemon.planning.requests import Key, Request
+from tests.daemon.planning.support import FlagsModel, Planner, block, digests
+
+SECOND = 1_000_000_000
+
+
+class Setup:
+    """Look-ups before a planner without room, so that hits wait; `stored` is what the store has."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.sent: list[Batch] = []
+        self.answers: dict[Key, tuple[int, bool]] = {}
+        self.renewals: dict[Key, int] = {}
+        self.stored: set[bytes] = set()
+        self.planner = Planner(1, FlagsModel(), chunk_blocks=1)
+        self.negative = NegativeCache()
+        self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
+
+    def apply(self, answers: Sequence[Answer | Lost]) -> None:
+        for answer in answers:
+            key = answer.request.key
+            if isinstance(answer, Lost):
+                self.renewals[key] = answer.block
+                self.planner.lost(answer.request, answer.block)
+            else:
+                assert key not in self.answers, "a request is answered once"
+                self.answers[key] = (self.planner.choose(answer.request).blocks, answer.unavailable)
+
+    def ask(self, now: int = 0) -> None:
+        """Send what is to be asked, as an epoch does after every event."""
+        if not self.up:
+            self.apply(self.look_ups.give_up(now))
+        elif (batch := self.look_ups.next_batch(now)) is not None:
+            self.sent.append(batch)
+
+    def tick(self, now: int) -> None:
+        self.apply(self.look_ups.tick(now))
+        self.ask(now)
+
+    def answered(self, number: int, found: Sequence[Found] | None, now: int) -> None:
+        self.apply(self.look_ups.answered(number, found, now))
+        self.ask(now)
+
+    def add(self, request: Request, now: int = 0) -> None:
+        if (answer := self.look_ups.add(request, now, answering=self.up)) is not None:
+            self.apply([answer])
+
+    def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
+        request = self.planner.hinted((number, 1), digests(*names), priority=priority)
+        self.add(request, now)
+        return request.key
+
+    def store(self, *names: str) -> None:
+        self.stored.update(map(block, names))
+
+    def renewed(self) -> list[Key]:
+        """The requests for which the last batch renews leases."""
+        assert self.sent[-1].renewal
+        return [question.request.key for question in self.sent[-1].questions]
+
+    def answer(self, now: int = 0) -> None:
+        batch, runs = self.sent[-1], list[Found]()
+        for question in batch.questions:
+            present = bytes(digest in self.stored for digest in question.digests)
+            runs.append(Found(present, bytes(len(present))))
+        self.answered(batch.number, runs, now)

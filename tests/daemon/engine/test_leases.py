@@ -1,0 +1,155 @@
+"""The leases of hits that wait for their fetch: look-ups renew them, on a clock of the test."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, LookUps
+from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.daemon.planning.negative import NegativeCache
+from kvprefetch.daemon.planning.runs import Lane
+from tests.daemon.engine.asking import SECOND, Setup
+from tests.daemon.planning.support import FlagsModel, Planner, block
+
+
+def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> None:
+    setup = Setup()
+    setup.store("x", "a", "b", "c")
+    setup.hint(1, "x")
+    waiting = setup.hint(2, "a", "b", "c")
+    setup.ask(0)
+    setup.answer()
+    setup.planner.next_order()
+    setup.planner.next_order()
+    setup.tick(5 * SECOND - 1)
+    assert len(setup.sent) == 1
+    setup.tick(5 * SECOND)
+    assert setup.renewed() == [waiting]
+    setup.stored.discard(block("c"))
+    setup.answer(5 * SECOND)
+    assert setup.renewals == {waiting: 2}
+    assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
+    setup.tick(10 * SECOND)
+    assert len(setup.sent) == 3, "and again half a lease later"
+
+
+def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kept() -> None:
+    """Also when it was staged for a long time before, or never looked up; the last block lies only on disk."""
+    setup = Setup()
+    setup.store("x", "y")
+    first = setup.hint(1, "x")
+    setup.ask(0)
+    setup.answer()
+    planner = setup.planner
+    planner.fetched(planner.next_order().number, [True], 1)  # type: ignore[union-attr]
+    found = setup.hint(2, "x", priority=1)
+    setup.tick(5 * SECOND)
+    assert len(setup.sent) == 1, "nothing waits for a fetch"
+    planner.finish(first)
+    planner.looked_up(setup.hint(3, "y"), 1, b"\1")
+    assert planner.next_order(Lane.DISK) is not None
+    assert planner.requests[found].taken_back == 1
+    setup.tick(10 * SECOND)
+    assert setup.sent[-1].renewal
+    assert [(q.request.key, q.digests) for q in setup.sent[-1].questions] == [(found, (b"x.......\0",))]
+
+
+def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
+    setup = Setup()
+    key = setup.hint(1, "a", "b", "c")
+    setup.ask(0)
+    setup.answered(setup.sent[-1].number, [Found(b"\1\1\1", b"\1\0\1")], 0)
+    assert setup.planner.next_order(Lane.DISK) is not None
+    setup.tick(5 * SECOND)
+    assert setup.sent[-1].questions[0].start == 1
+    setup.answered(setup.sent[-1].number, [Found(b"\1\0", bytes(2))], 5 * SECOND)
+    assert setup.planner.requests[key].limit == 2
+    assert setup.planner.requests[key].on_disk == b"\1\0"
+
+
+def test_a_renewal_that_fails_takes_nothing_away() -> None:
+    setup = Setup()
+    setup.store("x", "a")
+    setup.hint(1, "x")
+    waiting = setup.hint(2, "a")
+    setup.ask(0)
+    setup.answer()
+    setup.planner.next_order()
+    setup.tick(5 * SECOND)
+    setup.answered(setup.sent[-1].number, None, 5 * SECOND)
+    assert setup.planner.requests[waiting].limit == 1
+    setup.up = False
+    setup.tick(10 * SECOND)
+    setup.tick(15 * SECOND - 1)
+    assert len(setup.sent) == 2
+    setup.up = True
+    setup.tick(15 * SECOND)
+    assert setup.renewed() == [waiting], "tried again when it is due again"
+    assert len(setup.sent) == 3
+
+
+PROMPT = 8192  # blocks: 128k tokens of 16 each
+MS = 1_000_000
+
+
+def held(prompts: int, *, new_ms: int = 0) -> list[int]:
+    """Hint so many long prompts, which wait for six seconds with a lease of two; return those that never lost it.
+
+    `new_ms`: another prompt of 1,024 blocks comes each so many milliseconds.  A call takes 1 ms, and for each digest of
+    a new prompt 8 us, for each that is renewed 1.5 us, as measured with the medium and without it.
+    """
+    planner = Planner(1, FlagsModel(), chunk_blocks=1)
+    look_ups = LookUps(planner.requests, NegativeCache(), timeout_ns=4 * SECOND, lease_ns=2 * SECOND)
+
+    def hint(number: int, blocks: int, now: int) -> None:
+        digests = b"".join(block.to_bytes(8, "big") for block in range(number << 20, (number << 20) + blocks))
+        assert look_ups.add(planner.hinted((number, 1), digests), now, answering=True) is None
+
+    for number in range(prompts):
+        hint(number, PROMPT, 0)
+    ends = np.full((prompts, PROMPT), np.iinfo(np.int64).max)  # of each digest's lease
+    lost: set[int] = set()
+    slices = Counter[int]()  # digests that were asked for the first time
+    batch, back, new, before = None, 0, 1000, 0
+    for now in range(0, 6 * SECOND, MS):
+        if new_ms and now % (new_ms * MS) == 0:
+            hint(new, BATCH_DIGESTS, now)
+            planner.finish((new - 100, 1))
+            new += 1
+        if batch is not None and now >= back:
+            for question in batch.questions:
+                number, start = question.request.key[0], question.start
+                if not batch.renewal:
+                    start, slices[number] = slices[number], slices[number] + len(question.digests)
+                if number < prompts:
+                    ends[number, start : start + len(question.digests)] = batch.asked_ns + 2 * SECOND
+            found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
+            for answer in look_ups.answered(batch.number, found, now):
+                if isinstance(answer, Answer):
+                    planner.choose(answer.request)
+            batch = None
+        if now % (100 * MS) == 0:
+            lost.update(np.flatnonzero((ends < now).any(axis=1)).tolist())
+            assert not look_ups.tick(now)
+        if batch is None and (batch := look_ups.next_batch(now)) is not None:
+            count = sum(len(question.digests) for question in batch.questions)
+            most = max(before, RENEWED_AT_ONCE) + BATCH_DIGESTS
+            assert not batch.renewal or count < most, "new requests wait longer for each other"
+            before = 0 if batch.renewal else count
+            back = now + MS + count * (1500 if batch.renewal else 8000)
+    return [number for number in range(prompts) if number not in lost]
+
+
+@pytest.mark.parametrize(("prompts", "new_ms"), [(16, 0), (4, 12)])
+def test_a_lease_of_two_seconds_holds_many_prompts_of_128k_tokens(prompts: int, new_ms: int) -> None:
+    """Also beside new prompts that take nearly all of the look-ups' time."""
+    assert held(prompts, new_ms=new_ms) == list(range(prompts))
+
+
+def test_of_more_prompts_than_can_be_renewed_the_most_urgent_keep_their_lease() -> None:
+    kept = held(40)
+    assert kept == list(range(len(kept)))
+    assert len(kept) >= 10
