@@ -43,6 +43,8 @@ class Promotions:
         if self._closed:
             return slots
         self._queue[request] = min(start, self._queue.get(request, start))
+        if len(self._queue) > 2 * len(self._requests) + 64:  # behind one that waits for room most have ended
+            self._queue = {each: block for each, block in self._queue.items() if self._is_live(each)}
         return self._copies.named(slots)
 
     def next_order(self) -> CopyOrder | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from random import Random
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 
 from kvprefetch.daemon.planning import blocks, copies, promotion
 from kvprefetch.daemon.planning.promotion import CopyOrder
-from kvprefetch.daemon.planning.requests import Key, Order, Publication
+from kvprefetch.daemon.planning.requests import Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import FlagsModel, Planner, hit, returned, run, shown
 from tests.support.mutants import mutants
@@ -27,6 +28,7 @@ EVENTS = {
 EQUIVALENT = {
     "True instead of moves", "False instead of not self._copies", "True instead of self._copies", "without copy.there",
     "without request.held[block] == slot",
+    *(f"{value} instead of len(self._queue) > 2 * len(self._requests) + 64" for value in (True, False)),
 }  # fmt: skip
 
 
@@ -179,6 +181,16 @@ def test_after_a_fault_tables_go_on_naming_what_was_copied_and_no_other_table_do
     assert rig.near(key, rig.staged(2, "a", "b")) == [1, 0]
     assert rig.promotions.next_order() is None
     assert rig.promotions.gauges()["device_slots_free"] == 4
+
+
+def test_requests_that_ended_behind_one_that_waits_for_room_are_forgotten() -> None:
+    rig = Rig(2)
+    first, waiting = rig.staged(1, "a", "b"), rig.staged(2, "c", "d")
+    for number in range(3, 500):
+        rig.promote()
+        rig.finish(rig.staged(number, "e"))
+    assert rig.near(first, waiting) == [2, 0]
+    assert sum(isinstance(each, Request) for each in gc.get_objects()) < 200
 
 
 @pytest.mark.parametrize("waiting", [100, 1600])
