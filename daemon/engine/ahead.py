@@ -24,6 +24,7 @@ FLAG = -1  # of every announced request: no engine reads one
 AT_WORK = 16  # prompts at a time
 MAX_WAITING = 256  # announcements that are not done
 MAX_KNOWN = 1024  # with those that are done and wait for their request
+MAX_BYTES = 16 << 20  # of the digests of announcements that wait
 JUDGED = 64  # announcements that fetched, the latest: whether announcing is of use
 ENOUGH = 16  # of these, before it is judged
 VAIN_SHARE = 8  # the part of the room that is left to an engine whose announcements are mostly in vain
@@ -49,10 +50,14 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class _Announcement:
-    """One announcement. `planned`: blocks that it may stage; `found`: of these, the leading ones that there are."""
+    """One announcement. `planned`: blocks that it may stage; `found`: of these, the leading ones that there are.
+
+    `hashes`: its digests, joined, until it is planned; `last`: those of its last block, and the one before.
+    """
 
     order: Announce
     hashes: bytes
+    last: bytes
     announced: Announced
     blocks: int
     stage: Stage = Stage.WAITING
@@ -68,6 +73,16 @@ class _Announcement:
     @property
     def due_ns(self) -> int:
         return self.announced.since_ns + self.order.expected_ms * 1_000_000
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all its digests."""
+        return self.order.hashes * self.order.hash_bytes
+
+    def ends_with(self, digest: bytes, beyond: int) -> bool:
+        """Whether this is its digest before the last `beyond` bytes."""
+        stop = len(self.last) - beyond
+        return self.last[stop - len(digest) : stop] == digest
 
     @property
     def takes(self) -> int:
@@ -123,9 +138,10 @@ class Ahead:
     def add(self, number: int, order: Announce, hashes: bytes, now_ns: int) -> None:
         """Take an announcement, which may wait for others. `hashes`: `order.hashes` digests of its prompt, joined."""
         announced = Announced(now_ns, now_ns + order.ttl_ms * 1_000_000)
-        new = _Announcement(order, hashes, announced, order.hashes // self._block_hashes)
+        last = hashes[-(self._block_hashes + 1) * order.hash_bytes :]
+        new = _Announcement(order, hashes, last, announced, order.hashes // self._block_hashes)
         self._known[number] = new
-        self._lengths[len(hashes)].add(number)
+        self._lengths[new.size].add(number)
         if not new.blocks:
             self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
         elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
@@ -133,6 +149,8 @@ class Ahead:
             self._over(number, "rejected", text)
         elif sum(each.stage in (Stage.WAITING, Stage.AT_WORK) for each in self._known.values()) > MAX_WAITING:
             self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
+        elif (size := sum(len(each.hashes) for each in self._known.values())) > MAX_BYTES:
+            self._over(number, "rejected", f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}")
         else:
             heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
             if len(self._known) > MAX_KNOWN:
@@ -157,7 +175,7 @@ class Ahead:
                 continue
             each.stage, each.planned, self._keys = Stage.AT_WORK, min(wanted, left), self._keys + 1
             self._at_work[FLAG, self._keys] = number
-            hashes = each.hashes[: each.planned * self._block_hashes * each.order.hash_bytes]
+            hashes, each.hashes = each.hashes[: each.planned * self._block_hashes * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None
@@ -213,7 +231,7 @@ class Ahead:
             if length - stop > self._block_hashes * hash_bytes or stop < hash_bytes:
                 continue
             last = bytes(hashes[stop - hash_bytes : stop])
-            for number in [each for each in known if self._known[each].hashes[stop - hash_bytes : stop] == last]:
+            for number in [each for each in known if self._known[each].ends_with(last, length - stop)]:
                 each = self._known[number]
                 if found is None or each.blocks > found.blocks:
                     found = Met(each.announced.since_ns, each.blocks)
@@ -238,9 +256,9 @@ class Ahead:
 
     def _over(self, number: int, outcome: str, reason: str = "") -> None:
         each = self._known.pop(number)
-        self._lengths[len(each.hashes)].discard(number)
-        if not self._lengths[len(each.hashes)]:
-            del self._lengths[len(each.hashes)]
+        self._lengths[each.size].discard(number)
+        if not self._lengths[each.size]:
+            del self._lengths[each.size]
         each.stage = Stage.OVER
         if each.fetched and outcome in ("used", "late", "expired"):
             self._useful.append(outcome != "expired")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.engine.ahead import AT_WORK, ENOUGH, MAX_KNOWN, MAX_WAITING, VAIN_SHARE, Ahead, Wanted
+from kvprefetch.daemon.engine.ahead import AT_WORK, ENOUGH, MAX_BYTES, MAX_KNOWN, MAX_WAITING, VAIN_SHARE, Ahead, Wanted
 from kvprefetch.daemon.planning.requests import Failure, Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.trace import Met
@@ -353,6 +353,18 @@ def test_announcements_are_bounded_and_so_are_the_prompts_at_work() -> None:
         setup.announce("a")
     assert setup.ahead.count == MAX_KNOWN
     assert setup.outcomes("a").count("expired") == 8, "the oldest is forgotten"
+
+
+def test_the_digests_that_wait_are_bounded() -> None:
+    ahead, size = Ahead(1, 1 << 20, partial=True), MAX_BYTES // 2 // len(digests("a"))
+    order = announced(0, "a").model_copy(update={"hashes": size})
+    for number in range(3):
+        ahead.add(number, order, bytes(size * order.hash_bytes), 0)
+    assert (told := ahead.next_outcome()) is not None
+    assert (told[0], told[1].outcome, f"max={MAX_BYTES}" in told[1].reason) == (2, "rejected", True)
+    assert ahead.next_wanted(0) is not None
+    ahead.add(3, order, bytes(size * order.hash_bytes), 0)
+    assert ahead.next_outcome() is None, "what is planned does not wait"
 
 
 @pytest.mark.parametrize("moment", ["asked", "looked up", "in flight"])
