@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ import pytest
 from kvprefetch.daemon.cli.prefetch import Door
 from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
 from kvprefetch.shmring.wire.attach import Refused
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
@@ -378,3 +379,34 @@ def test_each_user_has_a_rate_of_its_own() -> None:
     now[0] = 1.0
     assert rate.take(1, int(RATE))
     assert not rate.take(1, 1)
+
+
+def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
+    """Seeded: cut, doubled and changed requests, and JSON of every shape in every field."""
+    daemon, choice = serve(), random.Random(33)
+    engine, values = engine_with(daemon, "fuzzed", 4)
+    shapes = [None, True, -1, 1 << 70, 1.5, "", "\ud800", "a" * 5000, [], {}, [[]], {"a": {}}, ["ab", 1], float("inf")]
+    whole = message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})
+    body = json.dumps(whole).encode()
+    request = b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    for _ in range(150):
+        changed = bytearray(request)
+        for _ in range(choice.randrange(1, 6)):
+            at = choice.randrange(len(changed))
+            changed[at : at + choice.randrange(4)] = choice.randbytes(choice.randrange(4))
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(0.05)
+            sock.connect(str(hints_socket(daemon.socket)))
+            sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
+            sock.recv(4096)
+    for number in range(150):
+        made: dict[str, Any] = json.loads(body)
+        made["message_id"] = f"z{number}"
+        [action] = made["actions"]
+        where = choice.choice([made, action, action["payload"]])
+        where[choice.choice([*where, *Prefetch.model_fields])] = choice.choice(shapes)
+        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", made)
+        assert status in (202, 400, 404, 422, 429), (made, answer)
+        assert "error" not in answer or len(answer["error"].splitlines()) == 1
+    assert not daemon.records("door.failed")
+    assert engine.load(list(values)) == list(values.values())
