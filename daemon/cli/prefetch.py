@@ -21,7 +21,7 @@ from ..door.envelope import ACTION, MAX_ACTIONS, VERSION
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import Arguments, SocketPage, declare, flag, option, socket_option
 from .help_page import Group
-from .prompts import Line, read
+from .prompts import Listed, read
 
 PAGE = SocketPage(
     "stage the blocks of prompts before anybody asks for them",
@@ -115,14 +115,14 @@ class Sender:
 
     def __init__(self, door: Door, engine: str, ttl_ms: int, *, progress: bool) -> None:
         self._door, self._common, self._progress = door, {"engine": engine, "ttl_ms": ttl_ms}, progress
-        self._lines: list[Line] = []
+        self._lines: list[Listed] = []
         self._bytes, self._shown_s = 0, 0.0
         self.lines, self.engine = 0, ""
         self.bad: list[tuple[int, str]] = []
         self.refused: list[tuple[int, str]] = []
         self.counts: Counter[str] = Counter()
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Listed) -> None:
         """Add a line, which may be a bad one."""
         self.lines += 1
         if line.error:

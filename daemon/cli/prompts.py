@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 8 << 20
 FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of earlier releases
 
 
-class Line(NamedTuple):
+class Listed(NamedTuple):
     """One line: the payload of its announcement, or its error. `size`: in bytes."""
 
     number: int
@@ -21,14 +21,14 @@ class Line(NamedTuple):
     error: str = ""
 
 
-def read(file: IO[bytes]) -> Iterator[Line]:
+def read(file: IO[bytes]) -> Iterator[Listed]:
     """Yield every line that is not empty."""
     for number, line in enumerate(_lines(file), 1):
         if line.strip():
             try:
-                yield Line(number, len(line), parse(line))
+                yield Listed(number, len(line), parse(line))
             except ValueError as error:
-                yield Line(number, len(line), {}, str(error))
+                yield Listed(number, len(line), {}, str(error))
 
 
 def parse(line: bytes) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_a_bad_line_is_one_error_and_the_next_ones_count(line: str, words: list[
     assert (bad.number, bad.payload, good) == (
         2,
         {},
-        prompts.Line(4, good.size, {"block_hashes": ["abab"], "ttl_ms": 5}),
+        prompts.Listed(4, good.size, {"block_hashes": ["abab"], "ttl_ms": 5}),
     )
     assert len(bad.error.splitlines()) == 1
     for word in words:
