@@ -65,7 +65,7 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tm
     engine = site.engine(extra={"cache_prefix": "warm"})
     counts = warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
-    assert (counts["blocks"], counts["fetched"]) == (blocks, blocks)
+    assert (counts["asked"], counts["fetched"]) == (blocks, blocks)
     engine.stop()
 
 
