@@ -249,6 +249,7 @@ class Ahead:
         """Refuse all of it: the engine goes, or its blocks are void."""
         for number in list(self._known):
             self._over(number, "rejected", why)
+        self._at_work.clear()  # nothing says that they end
 
     def next_outcome(self) -> tuple[int, Outcome] | None:
         """Return what became of an announcement, by its number; None: there is no more to say now."""

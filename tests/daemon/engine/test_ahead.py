@@ -386,6 +386,20 @@ def test_a_reset_or_the_end_refuses_all_announcements(moment: str) -> None:
     assert setup.planner.gauges()["slots_free"] == 8, "void blocks are not kept"
 
 
+def test_after_a_reset_prompts_begin_as_before() -> None:
+    """No event says that a prompt which was at work has ended."""
+    setup = Setup(slots=AT_WORK, held="".join(map(chr, range(97, 97 + AT_WORK + 1))))
+    setup.silent = True
+    setup.announce(*(chr(97 + number) for number in range(AT_WORK)))
+    setup.ahead.stop("its weights changed")
+    setup.planner.reset()
+    setup.waiting.clear()
+    setup.silent = False
+    setup.announce("a")
+    assert setup.fetch() == ["a"]
+    assert setup.outcomes("a")[-1] == "completed"
+
+
 def test_its_unused_blocks_are_no_waste_of_prefetch() -> None:
     setup = Setup(slots=2, held="abcdefgh")
     for prompt in ("ab", "cd", "ef"):
