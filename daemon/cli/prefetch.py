@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,6 +50,7 @@ AT_ONCE_BYTES = 4 << 20  # of the lines of one message
 WAIT_MS = 10_000  # in one question what became of a message
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
+PAUSE_S = 1.0  # after more prompts than the door takes in a second
 
 
 def add(commands: Group) -> None:
@@ -144,8 +146,12 @@ class Sender:
         ]
         message_id = uuid.uuid4().hex
         envelope = {"protocol_version": "0.1", "message_id": message_id, "actions": actions}
-        answers = _actions(*self._door.ask("POST", "/v1/kv_hints", envelope))
+        while (asked := self._door.ask("POST", "/v1/kv_hints", envelope))[0] == HTTPStatus.TOO_MANY_REQUESTS:
+            time.sleep(PAUSE_S)
+        answers, pause_s = _actions(*asked), 0.0
         while any(each["outcome"] in ("deferred", "accepted", "clipped") for each in answers):
+            time.sleep(pause_s)
+            pause_s = PROGRESS_S  # the door answers at once where too many callers wait
             answers = _actions(*self._door.ask("GET", f"/v1/kv_hints/{message_id}?wait_ms={WAIT_MS}"))
         for each in answers:
             self.engine = each["engine"] or self.engine

@@ -13,6 +13,8 @@ import pytest
 
 from kvprefetch.daemon.cli import prompts
 from kvprefetch.daemon.cli.main import main
+from kvprefetch.daemon.cli.prefetch import Door, Sender
+from kvprefetch.daemon.cli.prompts import Line
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.stores import blocks, stored
@@ -71,6 +73,27 @@ def test_what_was_staged_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor
     written = eventually(lambda: daemon.records("announcement.done"), what="an announcement has its request")
     assert "used" in {line["outcome"] for line in written}
     auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(serve: Serve) -> None:
+    """A real door refuses a message only after hundreds of prompts, and how fast they come is the machine's."""
+
+    class Busy(Door):
+        refusals = 2
+
+        def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+            if method == "POST" and self.refusals:
+                self.refusals -= 1
+                return 429, {"error": "too many actions: uid=0 actions=1 max_a_second=200"}
+            return super().ask(method, path, body)
+
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, prefix="many")
+    sender = Sender(Busy(daemon.socket), "", 1000, progress=False)
+    sender.add(Line(1, 100, {"block_hashes": [digest.hex() for digest in blocks("nowhere", 3)]}))
+    sender.flush()
+    assert (sender.counts["missing"], sender.refused) == (3, [])
     engine.close()
 
 
