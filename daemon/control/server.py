@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from ...shmring.wire.admin import Announce, Caller, EngineQuery, Remove, Report, SetMode, StatQuery, StatusQuery
+from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Remove, Report, SetMode, StatQuery, StatusQuery
 from ...shmring.wire.attach import Hello, Mapped, Reset
 from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
@@ -128,10 +128,10 @@ class Control:
         """Answer a message that is about the engines of its caller."""
         access, about = self._connections.access, self._about(peer, message.caller)
         if isinstance(message, EngineQuery):
-            answer: Message = Report(ok=False, text=f"uid={about.uid} {NOT_ALLOWED}")
+            answer: Engine | Report = Report(ok=False, text=f"uid={about.uid} {NOT_ALLOWED}")
             if access.may_attach(about):
                 answer = self._admin.engine(message, access.scope(about))
-            peer.send(answer)
+            peer.send(answer.model_copy(update={"number": message.number}))
         elif len(fds) == 1 and access.may_attach(about):
             self._admin.announce(message, access.scope(about), fds[0], peer.send)
         else:

@@ -25,25 +25,24 @@ class Link:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.connect(os.fspath(path))
         self._sending, self._asking = threading.Lock(), threading.Lock()
-        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Engine | Report] = queue.SimpleQueue()
+        self._number = 0  # of the last question
         self._hear, self._gone = hear, gone
         threading.Thread(target=self._listen, name="daemon", daemon=True).start()
 
     def engine(self, query: EngineQuery) -> Engine:
         """Return the engine that the query is about. Raises Bad."""
         with self._asking:
-            with contextlib.suppress(queue.Empty):
-                while True:  # answers that came too late for those that asked
-                    self._answers.get_nowait()
-            self._send(query)
+            self._number += 1
+            self._send(query.model_copy(update={"number": self._number}))
             try:
-                answer = self._answers.get(timeout=TIMEOUT_S)
+                while (answer := self._answers.get(timeout=TIMEOUT_S)).number != self._number:
+                    pass  # it came too late for the one that asked
             except queue.Empty:
                 raise Bad(503, f"the daemon did not answer: timeout_s={TIMEOUT_S:g}; try again") from None
         if isinstance(answer, Engine):
             return answer
-        text = answer.text if isinstance(answer, Report) else f"the daemon said something else: type={answer.type}"
-        raise Bad(403 if "may not attach" in text else 404, text)
+        raise Bad(403 if "may not attach" in answer.text else 404, answer.text)
 
     def announce(self, order: Announce, hashes: bytes) -> None:
         """Announce a prompt with these digests, joined. Raises Bad."""
@@ -63,13 +62,11 @@ class Link:
             raise Bad(503, f"the daemon cannot be asked: {error.strerror}; try again") from None
 
     def _listen(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ProtocolError), self._sock:
             while (received := receive_message(self._sock, max_fds=0)) is not None:
                 message, _ = received
                 if isinstance(message, Outcome):
                     self._hear(message)
-                else:
+                elif isinstance(message, Engine | Report):
                     self._answers.put(message)
-        except (OSError, ProtocolError):
-            pass
         self._gone()

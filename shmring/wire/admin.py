@@ -109,9 +109,11 @@ class EngineQuery(Packet):
 
     `engine`: its id, or the start of one.  `model`: as the engine's keys name it.  `dp_rank`: of data parallelism.
     Each may be missing: what is given must fit one engine alone.  Only root and the daemon's user may name a `caller`.
+    The answer carries its `number`.
     """
 
     type: Literal["engine_query"] = "engine_query"
+    number: int = 0
     caller: Caller | None = None
     engine: str = Field(default="", max_length=256)
     model: str = Field(default="", max_length=1024)
@@ -125,6 +127,7 @@ class Engine(Packet):
     """
 
     type: Literal["engine"] = "engine"
+    number: int = 0
     engine: str
     epoch: int
     block_tokens: int
@@ -189,5 +192,6 @@ class Report(Packet):
     """The result of an admin command: whether the daemon did it, and one line for the operator."""
 
     type: Literal["report"] = "report"
+    number: int = 0  # of an EngineQuery
     ok: bool
     text: str

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import pytest
 from kvprefetch.daemon.cli.prefetch import Door
 from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Bad, Prefetch
+from kvprefetch.daemon.door.link import Link
+from kvprefetch.shmring.wire.admin import EngineQuery
 from kvprefetch.shmring.wire.attach import Refused
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
@@ -157,6 +160,24 @@ def test_one_of_several_engines_is_named(serve: Serve) -> None:
     )
     assert status == 202
     assert [each["outcome"] for each in answer["actions"]] == ["rejected", "missing"]
+
+
+def test_an_answer_that_comes_too_late_is_nobody_else_s(serve: Serve) -> None:
+    daemon = serve()
+    engines = [FakeEngine(daemon.socket, engine_id=name, prefix=name) for name in ("one", "two")]
+    gone = threading.Event()
+    link = Link(daemon.socket, lambda _: None, gone.set)
+    with ThreadPoolExecutor(1) as thread:
+        with frozen(daemon.pid):
+            with pytest.raises(Bad, match="did not answer"):
+                link.engine(EngineQuery(engine="one"))
+            second = thread.submit(link.engine, EngineQuery(engine="two"))
+            time.sleep(0.2)  # it is on its way when the daemon goes on
+        assert second.result().engine == "two"
+    for engine in engines:
+        engine.close()
+    daemon.sigkill()
+    assert gone.wait(10)
 
 
 def test_bad_requests_are_one_line_each_and_cost_nobody_else(serve: Serve) -> None:
