@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.store import fill
 from kvprefetch.daemon.store.fill import StoreFill, parse, read
 from tests.daemon.stores import stored
@@ -21,7 +23,6 @@ from tests.daemon.telemetry.test_metrics import scrape, value
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import ask_daemon
-from tests.support.command import kvprefetchd
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
@@ -33,10 +34,10 @@ SEVEN = StoreFill(
 
 
 def said(daemon: Daemon, *arguments: object) -> str:
-    """Run a command of kvprefetchd for this daemon; return its output."""
-    done = kvprefetchd(*arguments, "--socket", daemon.socket)
-    assert done.returncode == 0, done
-    return done.stdout
+    """Run a command of kvprefetchd for this daemon, in this process; return its output."""
+    with redirect_stdout(io.StringIO()) as output:
+        assert main([*map(str, arguments), "--socket", str(daemon.socket)]) == 0
+    return output.getvalue()
 
 
 def save(engine: FakeEngine, daemon: Daemon, first: int, last: int) -> None:
@@ -63,7 +64,8 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     save(engine, daemon, 0, 8)
     before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB)
     assert (before.memory_bytes, before.memory_evicted_bytes, before.disk_bytes) == (16 * MIB, 0, 0)
-    assert "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n" in said(daemon, "status")
+    half = "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n"
+    eventually(lambda: half in said(daemon, "status"), what="the next picture")
 
     save(engine, daemon, 8, 24)
     known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
@@ -109,7 +111,7 @@ def test_a_disk_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., 
     save(engine, daemon, 8, 24)
     last = known(daemon, lambda store: store.disk_evictions > 0)
     assert last.disk_used_bytes <= 16 * MIB
-    assert "made room " in said(daemon, "status")
+    eventually(lambda: "made room " in said(daemon, "status"), what="the next picture")
     engine.close()
 
 
