@@ -38,7 +38,7 @@ from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
+from kvprefetch.shmring.gpu.driver import GRAIN_BYTES
 from tests.gpu.side import PinnedCache
 
 # Layers, KV heads of a rank, K and V of a head; blocks of 16 tokens in bfloat16, in the layout LBNHC.

@@ -16,7 +16,6 @@ from typing import Any
 from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
 from . import hints, request_hints
-from .clock import Clock
 from .config import ConnectorConfig, override
 from .geometry import Geometry
 from .hints import Handle
@@ -25,6 +24,7 @@ from .request_hints import RequestHints
 from .request_state import Answer, RequestState
 from .saves import Saves
 from .session import SchedulerSession
+from .waits import Clock
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
 MAX_LATE_HINTS = 3

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..shmring.errors import DeviceError
-from ..shmring.gpu.calls import calls
 from ..shmring.gpu.cuda import Device, SharedMemory
-from ..shmring.gpu.device import pieces
+from ..shmring.gpu.driver import calls, pieces
 from .paged import Rows
 
 if TYPE_CHECKING:

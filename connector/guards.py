@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 
@@ -14,12 +14,6 @@ log = logging.getLogger("vllm.kvprefetch")
 FAILED = "kvprefetch: %s failed; the engine goes on without it"
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-class Detaches(Protocol):
-    """Can drop its session."""
-
-    def detach(self, error: SegmentCorrupt) -> None: ...
 
 
 def guarded(default: Any) -> Callable[[_F], _F]:
@@ -44,7 +38,7 @@ def detaching(default: Any) -> Callable[[_F], _F]:
 
     def wrap(method: _F) -> _F:
         @functools.wraps(method)
-        def call(self: Detaches, *args: Any, **options: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
             try:
                 return method(self, *args, **options)
             except SegmentCorrupt as error:

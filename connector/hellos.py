@@ -16,8 +16,6 @@ from .resets import Weights
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ..kv.groups import Group
-
 _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 
 
@@ -28,7 +26,10 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
     wants = SchedulerInfo(
         max_blocks=blocks,
         max_hint_bytes=hint_bytes(blocks * geometry.hashes_per_block, MAX_HASH_BYTES, rules.names(blocks)),
-        groups=[_group_info(each) for each in rules.groups],
+        groups=[
+            GroupInfo(kind=each.kind.value, block_tokens=each.block_tokens, window_tokens=each.window_tokens)
+            for each in rules.groups
+        ],
         hash_tokens=rules.hash_tokens,
         loads=geometry.loads,
         saves=geometry.saves,
@@ -39,10 +40,6 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
         hash_probe=probe,
     )
     return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
-
-
-def _group_info(group: Group) -> GroupInfo:
-    return GroupInfo(kind=group.kind.value, block_tokens=group.block_tokens, window_tokens=group.window_tokens)
 
 
 def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hello:

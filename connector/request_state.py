@@ -188,14 +188,10 @@ class RequestState:
     # --- waiting time (waits.py) ------------------------------------------------------------------------------------
 
     def defer(self, now_ns: int, in_pass: int) -> bool:
-        """vLLM is to ask again later. Return whether that is the first time of this admission."""
+        """vLLM is to ask again, later than `now_ns`. Return whether that is the first time of this admission."""
         first, self.waited = not self.waited, True
         self.deferred_ns, self.deferred_in = now_ns, in_pass
         return first
-
-    def defer_again(self, in_pass: int) -> None:
-        """vLLM asked again, and is to ask once more."""
-        self.deferred_in = in_pass
 
     def resume(self, now_ns: int) -> int:
         """The request is visited again, ended or passed over. Return how long it was deferred (ns), once."""

@@ -21,7 +21,6 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import compat, hints
 from .claims import NOTHING, PENDING, Claims, Pass, Reply
-from .clock import Clock, SystemClock
 from .config import ConnectorConfig
 from .events import SavedBlocks
 from .geometry import Geometry
@@ -38,7 +37,7 @@ from .saves import LocalCache, Saves
 from .session import SchedulerSession
 from .stats import Tally
 from .steps import StepTimes
-from .waits import Waits
+from .waits import Clock, SystemClock, Waits
 
 # Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.
 MEASURED_STEPS, REPORT_STEPS = 8, 64

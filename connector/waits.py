@@ -8,9 +8,24 @@ earlier helps nobody: the scheduler does not look in between.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from functools import partial
+from typing import Protocol
 
 from .request_state import RequestState
+
+
+class Clock(Protocol):
+    """CLOCK_MONOTONIC, and the sleep between two looks of an idle engine."""
+
+    def now_ns(self) -> int: ...
+    def pause(self) -> None: ...
+
+
+class SystemClock:
+    now_ns = staticmethod(time.monotonic_ns)
+    pause = staticmethod(partial(time.sleep, 50e-6))  # the kernel makes it about twice as long
 
 
 class Waits:
@@ -34,7 +49,7 @@ class Waits:
 
     def go_on(self, state: RequestState) -> None:
         """A deferred request is asked about again and goes on waiting: its wait is charged when it ends."""
-        state.defer_again(self._pass)
+        state.defer(state.deferred_ns, self._pass)
         self._now.append(state)
 
     def over(self, state: RequestState, now_ns: int) -> None:

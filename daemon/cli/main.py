@@ -18,7 +18,7 @@ from click.shell_completion import shell_complete
 from ... import __version__
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import completion, configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
+from . import configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
 from .client import EX_UNAVAILABLE, Unavailable
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
@@ -47,7 +47,7 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, prefetch, pages, completion)
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, prefetch, pages)
 ALIASES = {"latency": ["doctor", "--measure"], "warm": ["prefetch"]}  # names of earlier releases
 
 
@@ -111,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     group = build()
-    if instruction := os.environ.get(completion.VARIABLE):
-        return shell_complete(group, {}, "kvprefetchd", completion.VARIABLE, instruction)
+    if instruction := os.environ.get(pages.VARIABLE):
+        return shell_complete(group, {}, "kvprefetchd", pages.VARIABLE, instruction)
     try:
         with group.make_context("kvprefetchd", words) as context:
             status = int(group.invoke(context))

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from ...shmring.errors import DeviceError
 from ...shmring.gpu import cuda
-from ...shmring.gpu.calls import calls
 from ...shmring.gpu.cuda import Device, Event, SharedMemory, Stream
-from ...shmring.gpu.device import GRAIN_BYTES, pieces
+from ...shmring.gpu.driver import GRAIN_BYTES, calls, pieces
 from ..config.sizes import size_text, whole_mib
 
 if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...kv.groups import Groups
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import DeviceError, SegmentError
-from ...shmring.gpu.calls import calls
+from ...shmring.gpu.driver import calls
 from ...shmring.layout import PAGE_ENTRIES, Layout, pages_of, power_of_two_at_least
 from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from ..errors import DeviceError
 from . import driver
-from .device import GRAIN_BYTES
 from .legacy import LegacyMemory
 
 PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: cupy has no names for them
@@ -114,7 +113,7 @@ class Device:
 
     def allocate(self, size_bytes: int) -> SharedMemory:
         """Allocate zeroed memory that can be exported."""
-        whole = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        whole = -(-size_bytes // driver.GRAIN_BYTES) * driver.GRAIN_BYTES
         memory = Memory.create(self, whole) if self._descriptors else LegacyMemory.allocate(self, whole)
         try:
             self.call("memset", memory.address, 0, whole)  # it may hold another user's KV
@@ -126,7 +125,7 @@ class Device:
 
     def open(self, descriptor: int, size_bytes: int) -> SharedMemory:
         """Map memory of so many bytes that another process exported; the descriptor stays the caller's."""
-        whole = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        whole = -(-size_bytes // driver.GRAIN_BYTES) * driver.GRAIN_BYTES
         return (Memory if self._descriptors else LegacyMemory).imported(self, descriptor, whole)
 
     def register(self, address: int, size_bytes: int) -> None:

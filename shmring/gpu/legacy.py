@@ -16,8 +16,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ..errors import DeviceError
-from .calls import calls
-from .driver import LegacyHandle, asked, call
+from .driver import LegacyHandle, asked, call, calls
 
 if TYPE_CHECKING:
     from .cuda import Device

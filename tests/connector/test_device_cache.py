@@ -23,7 +23,7 @@ from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.session import WorkerSession
 from kvprefetch.shmring.errors import DeviceError, SegmentError
 from kvprefetch.shmring.gpu import cuda
-from kvprefetch.shmring.gpu import device as gpu
+from kvprefetch.shmring.gpu import driver as gpu
 from kvprefetch.shmring.gpu.cuda import Device
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped

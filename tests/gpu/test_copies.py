@@ -16,7 +16,7 @@ from kvprefetch.connector.copies import checked
 from kvprefetch.connector.cuda_copy import STEP_BLOCKS, UNIT_BYTES, WIDE_BLOCKS
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.shmring.gpu import device as gpu
+from kvprefetch.shmring.gpu import driver as gpu
 from kvprefetch.shmring.gpu.cuda import Device
 from tests.gpu.peer import pattern
 from tests.gpu.side import ON_GPU, PinnedCache, kv_caches

@@ -27,7 +27,7 @@ from kvprefetch.daemon.planning.runs import Lane, Run
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu.cuda import Device
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
+from kvprefetch.shmring.gpu.driver import GRAIN_BYTES
 from tests.daemon.planning.support import request_of
 from tests.gpu.peer import pattern, write
 from tests.gpu.worker import SLOT_BYTES, Worker, digest

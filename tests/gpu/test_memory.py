@@ -17,7 +17,7 @@ from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device, Stream
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES, pieces
+from kvprefetch.shmring.gpu.driver import GRAIN_BYTES, pieces
 from tests.gpu.peer import Peer, holds, read, write
 from tests.gpu.side import ON_GPU
 from tests.support.waiting import eventually

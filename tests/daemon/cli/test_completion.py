@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.daemon.cli.completion import SHELLS
+from kvprefetch.daemon.cli.pages import SHELLS
 from tests.support.command import COMMAND, kvprefetchd, run
 
 # Bash sets these variables and calls the function that `complete -F` named; nothing else happens at a press of Tab.

@@ -20,7 +20,7 @@ import pytest
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES, PIECE_BYTES, pieces
+from kvprefetch.shmring.gpu.driver import GRAIN_BYTES, PIECE_BYTES, pieces
 from tests.support.fakecuda import UUID, UUIDS, Gpu, Machine, machine, needs_fake
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvprefetch.shmring.errors import DeviceError
-from kvprefetch.shmring.gpu.device import GRAIN_BYTES
+from kvprefetch.shmring.gpu.driver import GRAIN_BYTES
 from tests.gpu.peer import Peer
 from tests.support.fakecuda import UUID, Gpu, Machine, needs_fake
 from tests.support.waiting import eventually

@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "a copy stays within one registration",
-        "shmring.gpu.device",
+        "shmring.gpu.driver",
         "    least = math.lcm(slot_bytes, mmap.PAGESIZE)",
         "    least = mmap.PAGESIZE",
         "tests/gpu/test_memory.py::test_registered_memory_is_copied_across_pieces_slot_by_slot",
@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "whole pages are registered",
-        "shmring.gpu.device",
+        "shmring.gpu.driver",
         "    end = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE",
         "    end = size_bytes",
         "tests/connector/test_device_cache.py::test_host_slots_are_pinned_without_a_slab",
