@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from .events import Ending
-from .pretty import figure, number, printable, size
+from .pretty import amount, count, figure, number, printable, size
 
 SLOW_SHARE = 0.25  # of the rate of the hour before: well below
 _SLOW_MS = 20.0  # shorter parts have no cause
@@ -109,7 +109,7 @@ def _cause(record: Record) -> Cause | None:
             return None
     elif outcome != Ending.LOADED.value:
         return None
-    elif failed is not None and _count(record, "loaded_blocks") + _count(record, "local_blocks") < _count(
+    elif failed is not None and count(record, "loaded_blocks") + count(record, "local_blocks") < count(
         record, "hint_blocks"
     ):
         return failed
@@ -117,7 +117,7 @@ def _cause(record: Record) -> Cause | None:
         return None
     if longest is Cause.TRANSFER:
         return failed or _of_fetch(record, parts[longest])
-    if longest is Cause.PREFILL and _count(record, "found_blocks") >= _count(record, "hint_blocks"):
+    if longest is Cause.PREFILL and count(record, "found_blocks") >= count(record, "hint_blocks"):
         return Cause.COPY
     if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and _mostly_nowhere(record):
         return missing
@@ -129,12 +129,12 @@ def _of_fetch(record: Record, took: float) -> Cause:
     rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
     if rate is not None and hour is not None and rate < SLOW_SHARE * hour:
         return Cause.DISK if record.get("medium") == "disk" else Cause.LINK
-    own = _ms(record, "bytes") / rate * 1e3 if rate else 0.0
-    return Cause.STAGING if 2 * _ms(record, "room_ms") >= took > 2 * own else Cause.TRANSFER
+    own = amount(record, "bytes") / rate * 1e3 if rate else 0.0
+    return Cause.STAGING if 2 * amount(record, "room_ms") >= took > 2 * own else Cause.TRANSFER
 
 
 def _mostly_nowhere(record: Record) -> bool:
-    return 2 * (_count(record, "hint_blocks") - _count(record, "found_blocks")) >= _count(record, "hint_blocks")
+    return 2 * (count(record, "hint_blocks") - count(record, "found_blocks")) >= count(record, "hint_blocks")
 
 
 def _parts(record: Record) -> dict[Cause, float]:
@@ -142,11 +142,11 @@ def _parts(record: Record) -> dict[Cause, float]:
 
     A request that waited in vain is judged by all that the daemon did for it.
     """
-    ended = _ms(record, "ended_ms")
+    ended = amount(record, "ended_ms")
     asked, claimed = figure(record, "asked_ms"), figure(record, "claimed_ms")
     end = claimed if claimed is not None else ended
     turn = asked if asked is not None else end
-    start, left = turn, turn + _ms(record, "exposed_ms")
+    start, left = turn, turn + amount(record, "exposed_ms")
     if record.get("outcome") in _WAITED:
         start, left = 0.0, end
     marks = [0.0]
@@ -166,21 +166,13 @@ def _values(record: Record) -> dict[str, str]:
     rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
     gave = "nothing came in time" if not rate else f"the store gave {size(rate)}/s"
     usual = "" if hour is None else f"; its last hour {size(hour)}/s"
-    hinted, local = _count(record, "hint_blocks"), _count(record, "local_blocks")
+    hinted, local = count(record, "hint_blocks"), count(record, "local_blocks")
     return {
         **{each.value.rpartition("_")[2]: number(took) for each, took in _parts(record).items()},
         "gave": gave + usual,
         "owners": printable(str(record.get("owners") or "its name is not known")),
         "namespace": printable(str(record.get("namespace") or "?")),
-        "room": number(_ms(record, "room_ms")),
-        "part": f"staging has room for {_count(record, 'loaded_blocks') + local} of its {hinted} blocks",
-        "absent": str(hinted - _count(record, "found_blocks")),
+        "room": number(amount(record, "room_ms")),
+        "part": f"staging has room for {count(record, 'loaded_blocks') + local} of its {hinted} blocks",
+        "absent": str(hinted - count(record, "found_blocks")),
     }
-
-
-def _ms(record: Record, name: str) -> float:
-    return figure(record, name) or 0.0
-
-
-def _count(record: Record, name: str) -> int:
-    return int(figure(record, name) or 0.0)

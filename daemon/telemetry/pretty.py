@@ -57,6 +57,15 @@ def figure(record: Mapping[str, Any], name: str) -> float | None:
     return value if isinstance(value, (int, float)) and -_MOST < value < _MOST else None
 
 
+def amount(record: Mapping[str, Any], name: str) -> float:
+    """Return the same, 0 for None."""
+    return figure(record, name) or 0.0
+
+
+def count(record: Mapping[str, Any], name: str) -> int:
+    return int(amount(record, name))
+
+
 def milliseconds(start: Any, end: Any) -> str:
     """Format the time from `start` to `end`, in milliseconds; either may be None."""
     if not isinstance(start, (int, float)) or not isinstance(end, (int, float)):

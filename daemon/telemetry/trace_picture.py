@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from . import causes
 from .events import Ending
-from .pretty import figure, number, printable, size
+from .pretty import amount, count, figure, number, printable, size
 from .reader import Record
 
 WIDTH = 56
@@ -50,22 +50,22 @@ def said(record: Record) -> list[str]:
 
 
 def headline(record: Record) -> list[str]:
-    hinted, local, found = (_count(record, f"{name}_blocks") for name in ("hint", "local", "found"))
+    hinted, local, found = (count(record, f"{name}_blocks") for name in ("hint", "local", "found"))
     ended = str(record.get("ts", "?"))[:23].replace("T", " ")
     lines = [
         printable(f"request {record.get('request_id')} of engine {record.get('engine', '?')}: {record.get('outcome')}"),
         printable(f"ended {ended} UTC"),
-        f"{hinted} blocks ({_count(record, 'prompt_tokens')} tokens): {local} local, {found - local} more in the store,"
-        f" {hinted - found} nowhere; {_count(record, 'loaded_blocks')} loaded",
+        f"{hinted} blocks ({count(record, 'prompt_tokens')} tokens): {local} local, {found - local} more in the store,"
+        f" {hinted - found} nowhere; {count(record, 'loaded_blocks')} loaded",
     ]
     if record.get("bytes"):
-        groups = _count(record, "kv_groups")
+        groups = count(record, "kv_groups")
         of_groups = f" for {groups} KV groups" if groups > 1 else ""
         lines.append(
-            f"{size(_count(record, 'bytes'))} fetched{of_groups}: {size(_count(record, 'bytes_memory'))} from memory, "
-            f"{size(_count(record, 'bytes_disk'))} from disk"
+            f"{size(count(record, 'bytes'))} fetched{of_groups}: {size(count(record, 'bytes_memory'))} from memory, "
+            f"{size(count(record, 'bytes_disk'))} from disk"
         )
-    if times := _count(record, "taken_back"):
+    if times := count(record, "taken_back"):
         lines.append(f"its room went to more urgent requests {'once' if times == 1 else f'{times} times'}")
     return lines
 
@@ -79,10 +79,10 @@ def spans(record: Record) -> list[Span]:
     ready = answered if answered is not None else came
     end = claimed if claimed is not None else ended
     left = (
-        None if asked is None else asked + _number(record, "exposed_ms")
+        None if asked is None else asked + amount(record, "exposed_ms")
     )  # drawn in one piece, though it may have gaps
     elsewhere = left is not None and end is not None and end - left >= _SHOWN * end
-    unseen = _number(record, "unseen_ms")
+    unseen = amount(record, "unseen_ms")
     outcome = record.get("outcome")
     staged = last is not None or outcome == Ending.LOADED.value
     if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value) and answered is None:
@@ -127,7 +127,7 @@ def sentence(record: Record) -> str:
 
 def _told(record: Record) -> str:
     outcome = str(record.get("outcome"))
-    waited = _number(record, "exposed_ms")
+    waited = amount(record, "exposed_ms")
     if outcome == Ending.LOADED.value:
         return _loaded(record, waited)
     if outcome == Ending.MISS.value:
@@ -148,7 +148,7 @@ def _loaded(record: Record, waited: float) -> str:
         queue = next((part.end_ms for part in spans(record) if part.name == "in the engine's queue"), 0.0)
         said = f"The scheduler did not wait: {work} took {took} of the {number(queue)} ms that it queued in the engine."
     else:
-        hidden = 100 * _number(record, "hidden_fraction")
+        hidden = 100 * amount(record, "hidden_fraction")
         said = f"Of {work}, which took {took}, the queue hid {hidden:.0f} %. {_wait(record, waited)}"
     return said + _step(record)
 
@@ -165,7 +165,7 @@ def _step(record: Record) -> str:
 def _missed(record: Record) -> str:
     if record.get("store_unavailable"):
         return "The store did not answer, and it was recomputed."
-    if _count(record, "found_blocks") > _count(record, "local_blocks"):
+    if count(record, "found_blocks") > count(record, "local_blocks"):
         return "What the store had could not be fetched, and it was recomputed."
     return "The store had nothing beyond what the engine held itself, and it was recomputed."
 
@@ -177,7 +177,7 @@ def _wait(record: Record, waited: float) -> str:
     more = f" For {number(others)} ms more the engine's places or tokens went to others." if others else ""
     if asked is None or waited < 0.05:
         return f"The scheduler did not wait for it.{more}"
-    if 2 * (unseen := _number(record, "unseen_ms")) >= waited:
+    if 2 * (unseen := amount(record, "unseen_ms")) >= waited:
         answer = "answer, a miss," if record.get("outcome") == Ending.MISS.value else "answer"
         return (
             f"Its {answer} came {number(max(0.0, waited - unseen))} ms after the scheduler had asked. The scheduler "
@@ -196,7 +196,7 @@ def _wait(record: Record, waited: float) -> str:
 
 def _verdict(record: Record) -> str:
     """Say what the engine compared where it did not wait for all blocks."""
-    missing, cost = _count(record, "missing_blocks"), figure(record, "recompute_ms")
+    missing, cost = count(record, "missing_blocks"), figure(record, "recompute_ms")
     if not missing or cost is None:
         return ""
     blocks = "1 missing block" if missing == 1 else f"{missing} missing blocks"
@@ -207,17 +207,9 @@ def _announced(record: Record) -> str:
     """Say since when the request was announced, and how much of it was there."""
     if (before := figure(record, "announced_ms")) is None:
         return ""
-    staged, blocks = _count(record, "announced_staged"), _count(record, "announced_blocks")
+    staged, blocks = count(record, "announced_staged"), count(record, "announced_blocks")
     return f" It was announced {number(before)} ms before it arrived: {staged} of {blocks} blocks were there."
 
 
 def _ms(record: Record, name: str) -> float | None:
     return figure(record, f"{name}_ms")
-
-
-def _number(record: Record, name: str) -> float:
-    return figure(record, name) or 0.0
-
-
-def _count(record: Record, name: str) -> int:
-    return int(_number(record, name))
