@@ -14,7 +14,7 @@ import pytest
 from kvprefetch.daemon.cli import prompts
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.prefetch import Door, Sender
-from kvprefetch.daemon.cli.prompts import Line
+from kvprefetch.daemon.cli.prompts import Listed
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.stores import blocks, stored
@@ -91,7 +91,7 @@ def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
     daemon = serve()
     engine = FakeEngine(daemon.socket, prefix="many")
     sender = Sender(Busy(daemon.socket), "", 1000, progress=False)
-    sender.add(Line(1, 100, {"block_hashes": [digest.hex() for digest in blocks("nowhere", 3)]}))
+    sender.add(Listed(1, 100, {"block_hashes": [digest.hex() for digest in blocks("nowhere", 3)]}))
     sender.flush()
     assert (sender.counts["missing"], sender.refused) == (3, [])
     engine.close()

@@ -6,9 +6,7 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,7 @@ import pytest
 
 from kvprefetch.daemon.cli.prefetch import Door
 from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Bad, Prefetch
+from kvprefetch.daemon.door.envelope import Bad
 from kvprefetch.daemon.door.link import Link
 from kvprefetch.shmring.wire.admin import EngineQuery
 from kvprefetch.shmring.wire.attach import Refused
@@ -180,57 +177,6 @@ def test_an_answer_that_comes_too_late_is_nobody_else_s(serve: Serve) -> None:
     assert gone.wait(10)
 
 
-def test_bad_requests_are_one_line_each_and_cost_nobody_else(serve: Serve) -> None:
-    daemon = serve()
-    engine, values = engine_with(daemon, "abuse", 8)
-    door = Door(daemon.socket)
-
-    def error(status: int, method: str, path: str, body: object = None) -> str:
-        found, answer = door.ask(method, path, body)
-        assert found == status, answer
-        return str(answer["error"])
-
-    hints = "/v1/kv_hints"
-    assert "token_ids" in error(400, "POST", hints, message("m", {}))
-    assert "block_hashes.0" in error(400, "POST", hints, message("m", {"block_hashes": ["x"]}))
-    assert f"should be 0 to {MAX_WAIT_MS}" in error(400, "GET", f"{hints}/m?wait_ms=999999")
-    assert "message_id='m'" in error(404, "GET", f"{hints}/m")
-    assert "no such path" in error(404, "GET", "/v2")
-    assert "another method" in error(405, "DELETE", f"{hints}/m")
-    assert "did not say how it does" in error(422, "POST", hints, message("m", {"token_ids": [1] * 99}))
-    too_long = {"block_hashes": ["ab" * 32] * 5000}
-    assert "is longer than engine abuse takes: hashes=5000" in error(400, "POST", hints, message("m", too_long))
-    assert engine.load(list(values), name="after") == list(values.values())
-
-
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> None:
-    daemon = serve()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(20)
-        sock.connect(str(hints_socket(daemon.socket)))
-        head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
-        sock.sendall(head.encode())
-        answer = b"".join(iter(lambda: sock.recv(4096), b""))
-    assert b" 413 " in answer.splitlines()[0]
-    assert str(MAX_BODY).encode() in answer
-
-
-def test_slow_and_silent_clients_keep_nobody_out(serve: Serve) -> None:
-    daemon = serve()
-    engine, values = engine_with(daemon, "slow", 4)
-    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(100)]
-    try:
-        for number, each in enumerate(clients):
-            each.connect(str(hints_socket(daemon.socket)))
-            if number % 2:
-                each.sendall(b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: 900\r\n\r\n{")
-        assert announce(daemon, "m", list(values))["outcome"] in ("accepted", "completed")
-    finally:
-        for each in clients:
-            each.close()
-    assert engine.load(list(values)) == list(values.values())
-
-
 def test_a_process_that_dies_is_begun_again_and_dies_with_its_daemon(serve: Serve) -> None:
     daemon = serve()
     engine, values = engine_with(daemon, "phoenix", 8)
@@ -353,81 +299,3 @@ def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
     assert (status, "did not say how it does" in answer["error"]) == (422, True)
     assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
     engine.close()
-
-
-def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve) -> None:
-    """A thousand announcements of what the store has, and none is asked for: the neighbour's loads go on."""
-    daemon = serve()
-    flooded, values = engine_with(daemon, "flooded", 32)
-    neighbour, own = engine_with(daemon, "neighbour", 16)
-    chain, stop = list(values), threading.Event()
-    statuses: list[int] = []
-
-    def flood() -> None:
-        door, number = Door(daemon.socket), 0
-        while not stop.is_set():
-            number += 1
-            hashes = [digest.hex() for digest in chain[: 1 + number % 32]]
-            prompt = {"block_hashes": hashes, "engine": "flooded", "ttl_ms": 600_000}
-            name = f"{threading.get_ident()}-{number}"
-            statuses.append(door.ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))[0])
-
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        eventually(lambda: len(statuses) > 8, what="the flood has begun")
-        for number in range(50):
-            began = time.monotonic()
-            assert neighbour.load(list(own), name=f"n{number}") == list(own.values())
-            assert time.monotonic() - began < 5
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert set(statuses) <= {202, 429}
-    assert len(statuses) * MAX_ACTIONS > 500
-    flooded.close()
-    neighbour.close()
-
-
-def test_each_user_has_a_rate_of_its_own() -> None:
-    now = [0.0]
-    rate = Rate(lambda: now[0])
-    assert rate.take(1, int(BURST))
-    assert not rate.take(1, 1)
-    assert rate.take(2, 1)
-    now[0] = 1.0
-    assert rate.take(1, int(RATE))
-    assert not rate.take(1, 1)
-
-
-def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
-    """Seeded: cut, doubled and changed requests, and JSON of every shape in every field."""
-    daemon, choice = serve(), random.Random(33)
-    engine, values = engine_with(daemon, "fuzzed", 4)
-    shapes = [None, True, -1, 1 << 70, 1.5, "", "\ud800", "a" * 5000, [], {}, [[]], {"a": {}}, ["ab", 1], float("inf")]
-    whole = message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})
-    body = json.dumps(whole).encode()
-    request = b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    for _ in range(150):
-        changed = bytearray(request)
-        for _ in range(choice.randrange(1, 6)):
-            at = choice.randrange(len(changed))
-            changed[at : at + choice.randrange(4)] = choice.randbytes(choice.randrange(4))
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(0.05)
-            sock.connect(str(hints_socket(daemon.socket)))
-            sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
-            sock.recv(4096)
-    for number in range(150):
-        made: dict[str, Any] = json.loads(body)
-        made["message_id"] = f"z{number}"
-        [action] = made["actions"]
-        where = choice.choice([made, action, action["payload"]])
-        where[choice.choice([*where, *Prefetch.model_fields])] = choice.choice(shapes)
-        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", made)
-        assert status in (202, 400, 404, 422, 429), (made, answer)
-        assert "error" not in answer or len(answer["error"].splitlines()) == 1
-    assert not daemon.records("door.failed")
-    assert engine.load(list(values)) == list(values.values())
