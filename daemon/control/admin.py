@@ -72,7 +72,7 @@ class Admin:
         wanted = named or "name one, by engine or model"
         return Report(ok=False, text=f"not one engine but {len(fits)}: {wanted}; attached: {attached}")
 
-    def announce(self, order: Announce, uid: int | None, fd: int, reply: Reply) -> None:
+    def announce(self, order: Announce, uid: int | None, fd: int, reply: Callable[[Outcome], bool]) -> None:
         """Hand a prompt to the engine that it is announced to; `fd`: a memfd with its digests, which stays open."""
         for epoch in self._epochs.attached(uid):
             if epoch.engine.engine_id == order.engine and epoch.number == order.epoch:

@@ -42,6 +42,16 @@ class Peer:
         with contextlib.suppress(OSError):
             send_message(self.sock, message)
 
+    def must_read(self, message: Message) -> bool:
+        """Send without waiting; True where the process has to read before it gets this message."""
+        try:
+            send_message(self.sock, message)
+        except BlockingIOError:
+            return True
+        except OSError:  # it is gone
+            return False
+        return False
+
 
 @dataclass(eq=False)
 class Group:

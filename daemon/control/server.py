@@ -133,7 +133,7 @@ class Control:
                 answer = self._admin.engine(message, access.scope(about))
             peer.send(answer.model_copy(update={"number": message.number}))
         elif len(fds) == 1 and access.may_attach(about):
-            self._admin.announce(message, access.scope(about), fds[0], peer.send)
+            self._admin.announce(message, access.scope(about), fds[0], peer.must_read)
         else:
             raise ProtocolError(f"an announcement has one descriptor, and a caller that may attach: fds={len(fds)}")
 

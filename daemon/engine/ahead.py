@@ -255,6 +255,10 @@ class Ahead:
         """Return what became of an announcement, by its number; None: there is no more to say now."""
         return self._outcomes.popleft() if self._outcomes else None
 
+    def say_again(self, number: int, outcome: Outcome) -> None:
+        """The caller could not pass it on: return it first, next time."""
+        self._outcomes.appendleft((number, outcome))
+
     def _over(self, number: int, outcome: str, reason: str = "") -> None:
         each = self._known.pop(number)
         self._lengths[each.size].discard(number)

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec
 from ...shmring.liveness import PeerState
 from ...shmring.ring import Record
 from ...shmring.wire import records
-from ...shmring.wire.admin import Announce, Outcome
+from ...shmring.wire.admin import Announce
 from ...shmring.wire.attach import Mapped, Reset, ResetDone
 from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
@@ -21,7 +21,7 @@ from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from ..work.calls import Call, Caller, Kind
-from .epoch_calls import EpochCalls
+from .epoch_calls import EpochCalls, Reply
 from .epoch_fetches import Fetches
 from .epoch_parts import EpochParts, Services
 from .memory import EngineInfo, EngineMemory
@@ -64,6 +64,7 @@ class Epoch(Caller):
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
         if self.closing:
             self._calls.publish()
+            self._calls.reply()
         else:
             self._calls.carry_on()
 
@@ -280,7 +281,7 @@ class Epoch(Caller):
         return not self.closing and self._calls.start_save()
 
     @event
-    def announce(self, order: Announce, hashes: bytes, reply: Callable[[Outcome], None]) -> None:
+    def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it, more than once."""
         self._calls.announce(order, hashes, reply)
 

@@ -22,6 +22,7 @@ from .promoter import DeviceJob
 from .saver import Put
 
 OnResult = Callable[[Any], None]
+Reply = Callable[[Outcome], bool | None]  # True: it has to be said again
 
 
 class EpochCalls:
@@ -29,7 +30,7 @@ class EpochCalls:
 
     def __init__(self, parts: EpochParts, caller: Caller) -> None:
         self._parts, self._services, self._caller = parts, parts.services, caller
-        self._replies: dict[int, tuple[Announce, Callable[[Outcome], None]]] = {}  # of announcements, by number
+        self._replies: dict[int, tuple[Announce, Reply]] = {}  # of announcements, by number
         self._announcements = 0
 
     def carry_on(self) -> None:
@@ -132,7 +133,7 @@ class EpochCalls:
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
-    def announce(self, order: Announce, hashes: bytes, reply: Callable[[Outcome], None]) -> None:
+    def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it."""
         self._announcements += 1
         self._replies[self._announcements] = order, reply
@@ -163,7 +164,9 @@ class EpochCalls:
         while (told := parts.ahead.next_outcome()) is not None:
             number, outcome = told
             order, reply = self._replies[number]
-            reply(outcome)
+            if reply(outcome):
+                parts.ahead.say_again(number, outcome)
+                return
             if not outcome.last:
                 continue
             del self._replies[number]

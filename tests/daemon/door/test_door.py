@@ -27,7 +27,7 @@ from tests.daemon.control.test_users import OPEN, OTHER, ask
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
-from tests.support.auditor import Auditor
+from tests.support.auditor import Auditor, ask_daemon
 from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
@@ -177,22 +177,44 @@ def test_an_answer_that_comes_too_late_is_nobody_else_s(serve: Serve) -> None:
     assert gone.wait(10)
 
 
+def processes(daemon: Daemon) -> list[int]:
+    """The processes of its door."""
+    found = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    return [int(each) for each in found if b"kvprefetch.daemon.door" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def test_outcomes_wait_for_a_process_that_does_not_read(serve: Serve) -> None:
+    """A socket has room for some 270 of them."""
+    daemon = serve()
+    engine, values = engine_with(daemon, "many", 1)
+    prompt = {"block_hashes": [digest.hex() for digest in values], "ttl_ms": 10_000}
+    for name in "abcdef":
+        status, _ = Door(daemon.socket).ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))
+        assert status == 202
+    [pid] = processes(daemon)
+    with frozen(pid):
+        eventually(lambda: ask_daemon(daemon.socket).engines[0]["announcements_open"] == 0, 20, "the end of their time")
+    for name in "abcdef":
+
+        def outcomes(name: str = name) -> set[str]:
+            _, answer = Door(daemon.socket).ask("GET", f"/v1/kv_hints/{name}")
+            return {each["outcome"] for each in answer["actions"]}
+
+        eventually(lambda: outcomes() == {"expired"}, what=lambda: f"each outcome of {name}: {outcomes()}")  # noqa: B023
+    engine.close()
+
+
 def test_a_process_that_dies_is_begun_again_and_dies_with_its_daemon(serve: Serve) -> None:
     daemon = serve()
     engine, values = engine_with(daemon, "phoenix", 8)
     chain = list(values)
-
-    def children() -> list[int]:
-        found = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-        return [int(each) for each in found if b"kvprefetch.daemon.door" in Path(f"/proc/{each}/cmdline").read_bytes()]
-
-    assert children() == [], "nobody has knocked yet"
+    assert processes(daemon) == [], "nobody has knocked yet"
     announce(daemon, "first", chain)
-    [pid] = children()
+    [pid] = processes(daemon)
     os.kill(pid, signal.SIGKILL)
     assert daemon.wait_record("door.failed") is not None
     assert announce(daemon, "second", chain)["outcome"] in ("accepted", "completed")
-    [another] = children()
+    [another] = processes(daemon)
     assert another != pid
     assert engine.load(chain) == list(values.values())
     engine.close()
@@ -299,3 +321,99 @@ def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
     assert (status, "did not say how it does" in answer["error"]) == (422, True)
     assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
     engine.close()
+<<<<<<< HEAD
+=======
+
+
+def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve) -> None:
+    """A thousand announcements of what the store has, and none is asked for: the neighbour's loads go on."""
+    daemon = serve()
+    flooded, values = engine_with(daemon, "flooded", 32)
+    neighbour, own = engine_with(daemon, "neighbour", 16)
+    chain, stop = list(values), threading.Event()
+    statuses: list[int] = []
+
+    def flood() -> None:
+        door, number = Door(daemon.socket), 0
+        while not stop.is_set():
+            number += 1
+            hashes = [digest.hex() for digest in chain[: 1 + number % 32]]
+            prompt = {"block_hashes": hashes, "engine": "flooded", "ttl_ms": 600_000}
+            name = f"{threading.get_ident()}-{number}"
+            statuses.append(door.ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))[0])
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        eventually(lambda: len(statuses) > 8, what="the flood has begun")
+        for number in range(50):
+            began = time.monotonic()
+            assert neighbour.load(list(own), name=f"n{number}") == list(own.values())
+            assert time.monotonic() - began < 5
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) <= {202, 429}
+    assert len(statuses) * MAX_ACTIONS > 500
+    flooded.close()
+    neighbour.close()
+
+
+def test_each_user_has_a_rate_of_its_own() -> None:
+    now = [0.0]
+    rate = Rate(lambda: now[0])
+    assert rate.take(1, int(BURST))
+    assert not rate.take(1, 1)
+    assert rate.take(2, 1)
+    now[0] = 1.0
+    assert rate.take(1, int(RATE))
+    assert not rate.take(1, 1)
+
+
+def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
+    """Seeded: cut, doubled and changed requests, and JSON of every shape in every field."""
+    daemon, choice = serve(), random.Random(33)
+    engine, values = engine_with(daemon, "fuzzed", 4)
+    shapes: list[Any] = [
+        None,
+        True,
+        -1,
+        1 << 70,
+        1.5,
+        "",
+        "\ud800",
+        "a" * 5000,
+        [],
+        {},
+        [[]],
+        {"a": {}},
+        ["ab", 1],
+        float("inf"),
+    ]
+    whole = message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})
+    body = json.dumps(whole).encode()
+    request = b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    for _ in range(150):
+        changed = bytearray(request)
+        for _ in range(choice.randrange(1, 6)):
+            at = choice.randrange(len(changed))
+            changed[at : at + choice.randrange(4)] = choice.randbytes(choice.randrange(4))
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(0.05)
+            sock.connect(str(hints_socket(daemon.socket)))
+            sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
+            sock.recv(4096)
+    for number in range(150):
+        made: dict[str, Any] = json.loads(body)
+        made["message_id"] = f"z{number}"
+        [action] = made["actions"]
+        where = choice.choice([made, action, action["payload"]])
+        where[choice.choice([*where, *Prefetch.model_fields])] = choice.choice(shapes)
+        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", made)
+        assert status in (202, 400, 404, 422, 429), (made, answer)
+        assert "error" not in answer or len(answer["error"].splitlines()) == 1
+    assert not daemon.records("door.failed")
+    assert engine.load(list(values)) == list(values.values())
+>>>>>>> 3d70457 (door: outcomes wait for a process that does not read)
