@@ -9,6 +9,7 @@ import itertools
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -26,7 +27,12 @@ from tests.support.fake_engine import FakeEngine
 
 
 class Doomed(FakeEngine):
-    """With a worker's own device cache."""
+    """With a worker's own device cache. It ends with the daemon, also while it attaches."""
+
+    def connect(self) -> socket.socket:
+        sock = super().connect()
+        threading.Thread(target=end_with, args=(sock.fileno(),), daemon=True).start()
+        return sock
 
     def mapped(self, attached: Attached, slabs: list[int]) -> Mapped:
         rows = np.frombuffer(self.staging[-1].buffer, np.uint8)[: attached.slot_count * BLOCK].reshape(-1, BLOCK)
@@ -40,7 +46,6 @@ class Doomed(FakeEngine):
 def run(path: str) -> None:
     """Use the device slots until the end of this process, or of the daemon."""
     engine = Doomed(Path(path), block_bytes=BLOCK, device=fakecuda.UUID)
-    threading.Thread(target=end_with, args=(engine.scheduler.fileno(),), daemon=True).start()
     for turn in itertools.count():
         values = values_of(f"{os.getpid()}-{turn % 3}", 4)
         if turn < 3:
