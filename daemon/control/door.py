@@ -34,7 +34,7 @@ class Door:
         self._process: subprocess.Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
         self._bound: os.stat_result | None = None
-        self._not_before_ns = 0
+        self._not_before_ns, self._watched = 0, False
         if config.hints == "off":
             return
         check_token(config)
@@ -71,14 +71,17 @@ class Door:
                 start_new_session=True,  # Ctrl-C is for the daemon
             )
         except OSError as error:
-            self._log.warning("door.failed", error=f"its process cannot be started, and the door is closed: {error}")
+            self._log.warning("door.failed", error=f"its process cannot be started: {error}")
+        self._watched = False
 
     def tick(self, now_ns: int) -> None:
         """Watch the sockets again once the process has ended; called several times a second."""
-        if self._process is None or (status := self._process.poll()) is None:
+        status = None if self._process is None else self._process.poll()
+        if self._watched or not self._sockets or (self._process is not None and status is None):
             return
         if self._not_before_ns == 0:
-            self._log.warning("door.failed", error=f"its process ended: status={status}")
+            if status is not None:
+                self._log.warning("door.failed", error=f"its process ended: status={status}")
             self._not_before_ns = now_ns + PAUSE_NS
         if now_ns >= self._not_before_ns:
             self._not_before_ns = 0
@@ -86,6 +89,7 @@ class Door:
             self._watch()
 
     def _watch(self) -> None:
+        self._watched = True
         for each in self._sockets:
             self._epoll.register(each, select.EPOLLIN)
 

@@ -116,7 +116,7 @@ class App:
             return route.status, self._lmcache(caller, parsed(LMCachePrefetch, body))
         envelope: Envelope = parsed(Envelope, body)
         message = self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
-        return route.status, self._messages.wait(message, _begun, FIRST_S).model_dump()
+        return route.status, self._wait(message, _begun, FIRST_S).model_dump()
 
     def _caller(self, environ: Environ) -> Caller:
         if (caller := environ[CALLER]) is not None:
@@ -193,22 +193,25 @@ class App:
         wait_s = _wait_ms(query) / 1e3
         if (message := self._messages.get(caller, name)) is None:
             raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
-        if wait_s and self._waiters.acquire(blocking=False):
-            try:
-                answer = self._messages.wait(message, _done, wait_s)
-            finally:
-                self._waiters.release()
-        else:
-            answer = self._messages.wait(message, _done, 0.0)
+        answer = self._wait(message, _done, wait_s)
         if route.path.startswith("/cache/"):
             return _as_lmcache(answer)
         return answer.model_dump()
+
+    def _wait(self, message: Message, ready: Callable[[Answered], bool], most_s: float) -> Answer:
+        """Return the answer about a message, at once where too many callers wait already."""
+        if not self._waiters.acquire(blocking=False):
+            return self._messages.wait(message, ready, 0.0)
+        try:
+            return self._messages.wait(message, ready, most_s)
+        finally:
+            self._waiters.release()
 
     def _lmcache(self, caller: Caller, body: LMCachePrefetch) -> dict[str, Any]:
         prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
         action = Action(action_id="1", action_type=ACTION, action_version=VERSION, payload=prompt)
         envelope = Envelope(protocol_version="0.1", message_id=uuid.uuid4().hex, actions=[action])
-        answer = self._messages.wait(self._announce(caller, envelope), _begun, FIRST_S)
+        answer = self._wait(self._announce(caller, envelope), _begun, FIRST_S)
         return LMCacheBegun(request_id=answer.message_id, chunks=answer.actions[0].blocks.asked).model_dump()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...shmring.wire.admin import Caller, Outcome
 from .envelope import Answer, Answered, Blocks
 
-MAX_MESSAGES = 4096  # kept, over or not
+MAX_ANSWERS = 16_384  # of one user, kept, over or not: an answer has about a kilobyte
 
 
 @dataclass(eq=False)
@@ -36,29 +35,33 @@ class Messages:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._messages: OrderedDict[tuple[int, str], Message] = OrderedDict()
+        self._messages: dict[int, dict[str, Message]] = {}  # by user and id, the oldest first
         self._numbers: dict[int, tuple[Message, int]] = {}  # of announcements that are not over
         self._last = 0
 
     def get(self, caller: Caller, message_id: str) -> Message | None:
         """Return this user's message of that id; None where it never came, or was forgotten."""
         with self._changed:
-            return self._messages.get((caller.uid, message_id))
+            return self._messages.get(caller.uid, {}).get(message_id)
 
     def add(self, caller: Caller, message_id: str, answers: list[Answered]) -> Message:
         """Keep a new message with the first answers to its actions."""
         new = Message(message_id, caller.uid, answers, [0] * len(answers))
         with self._changed:
-            self._messages[caller.uid, message_id] = new
-            while len(self._messages) > MAX_MESSAGES:
-                _, old = self._messages.popitem(last=False)
-                self._numbers = {number: at for number, at in self._numbers.items() if at[0] is not old}
+            kept = self._messages.setdefault(caller.uid, {})
+            kept[message_id] = new
+            while sum(len(each.answers) for each in kept.values()) > MAX_ANSWERS:
+                self._drop(next(iter(kept.values())))
         return new
 
     def forget(self, message: Message) -> None:
         """Drop a message of which nothing was announced: its id may come again."""
         with self._changed:
-            self._messages.pop((message.caller, message.message_id), None)
+            self._drop(message)
+
+    def _drop(self, message: Message) -> None:
+        del self._messages[message.caller][message.message_id]
+        self._numbers = {number: at for number, at in self._numbers.items() if at[0] is not message}
 
     def number(self, message: Message, action: int, block_bytes: int) -> int:
         """Return the number by which the daemon's outcomes name this action of a message."""

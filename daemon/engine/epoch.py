@@ -86,6 +86,8 @@ class Epoch(Caller):
     def switch(self, mode: Mode) -> None:
         """Say what becomes of hints and of blocks to save from now on; requests already planned go on."""
         self.parts.mode = mode
+        if mode != "on":
+            self.parts.ahead.stop(f"nothing is staged for this engine now: mode={mode}")
 
     @property
     def mode(self) -> str:

@@ -6,7 +6,10 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from kvprefetch.daemon.cli.prefetch import Door
-from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.door.envelope import Bad
+from kvprefetch.daemon.config.model import hints_socket, load
+from kvprefetch.daemon.control.door import PAUSE_NS
+from kvprefetch.daemon.control.door import Door as Sockets
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Bad
 from kvprefetch.daemon.door.link import Link
-from kvprefetch.shmring.wire.admin import EngineQuery
+from kvprefetch.daemon.door.messages import MAX_ANSWERS, Messages
+from kvprefetch.shmring.wire.admin import Caller, EngineQuery, Outcome
 from kvprefetch.shmring.wire.attach import Refused
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
@@ -321,99 +328,31 @@ def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
     assert (status, "did not say how it does" in answer["error"]) == (422, True)
     assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
     engine.close()
-<<<<<<< HEAD
-=======
 
 
-def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve) -> None:
-    """A thousand announcements of what the store has, and none is asked for: the neighbour's loads go on."""
-    daemon = serve()
-    flooded, values = engine_with(daemon, "flooded", 32)
-    neighbour, own = engine_with(daemon, "neighbour", 16)
-    chain, stop = list(values), threading.Event()
-    statuses: list[int] = []
-
-    def flood() -> None:
-        door, number = Door(daemon.socket), 0
-        while not stop.is_set():
-            number += 1
-            hashes = [digest.hex() for digest in chain[: 1 + number % 32]]
-            prompt = {"block_hashes": hashes, "engine": "flooded", "ttl_ms": 600_000}
-            name = f"{threading.get_ident()}-{number}"
-            statuses.append(door.ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))[0])
-
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        eventually(lambda: len(statuses) > 8, what="the flood has begun")
-        for number in range(50):
-            began = time.monotonic()
-            assert neighbour.load(list(own), name=f"n{number}") == list(own.values())
-            assert time.monotonic() - began < 5
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert set(statuses) <= {202, 429}
-    assert len(statuses) * MAX_ACTIONS > 500
-    flooded.close()
-    neighbour.close()
+def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load({"socket": str(tmp_path / "control.sock")})
+    with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        door = Sockets(config, epoll, structlog.get_logger())
+        caller.connect(str(config.hints_socket))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+        [(fd, _)] = epoll.poll(10)
+        door.ready([fd])
+        assert epoll.poll(0) == [], "no loop around what fails"
+        door.tick(1)
+        assert epoll.poll(0) == []
+        door.tick(1 + PAUSE_NS)
+        assert epoll.poll(10) == [(fd, select.EPOLLIN)]
+        door.close()
 
 
-def test_each_user_has_a_rate_of_its_own() -> None:
-    now = [0.0]
-    rate = Rate(lambda: now[0])
-    assert rate.take(1, int(BURST))
-    assert not rate.take(1, 1)
-    assert rate.take(2, 1)
-    now[0] = 1.0
-    assert rate.take(1, int(RATE))
-    assert not rate.take(1, 1)
-
-
-def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
-    """Seeded: cut, doubled and changed requests, and JSON of every shape in every field."""
-    daemon, choice = serve(), random.Random(33)
-    engine, values = engine_with(daemon, "fuzzed", 4)
-    shapes: list[Any] = [
-        None,
-        True,
-        -1,
-        1 << 70,
-        1.5,
-        "",
-        "\ud800",
-        "a" * 5000,
-        [],
-        {},
-        [[]],
-        {"a": {}},
-        ["ab", 1],
-        float("inf"),
-    ]
-    whole = message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})
-    body = json.dumps(whole).encode()
-    request = b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    for _ in range(150):
-        changed = bytearray(request)
-        for _ in range(choice.randrange(1, 6)):
-            at = choice.randrange(len(changed))
-            changed[at : at + choice.randrange(4)] = choice.randbytes(choice.randrange(4))
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(0.05)
-            sock.connect(str(hints_socket(daemon.socket)))
-            sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
-            sock.recv(4096)
-    for number in range(150):
-        made: dict[str, Any] = json.loads(body)
-        made["message_id"] = f"z{number}"
-        [action] = made["actions"]
-        where = choice.choice([made, action, action["payload"]])
-        where[choice.choice([*where, *Prefetch.model_fields])] = choice.choice(shapes)
-        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", made)
-        assert status in (202, 400, 404, 422, 429), (made, answer)
-        assert "error" not in answer or len(answer["error"].splitlines()) == 1
-    assert not daemon.records("door.failed")
-    assert engine.load(list(values)) == list(values.values())
->>>>>>> 3d70457 (door: outcomes wait for a process that does not read)
+def test_of_each_user_the_newest_answers_are_kept() -> None:
+    messages, (one, two) = Messages(), (Caller(uid=uid, groups=[]) for uid in (1, 2))
+    first = messages.add(one, "first", [Answered(action_id="a", outcome="deferred")])
+    number = messages.number(first, 0, 1)
+    messages.add(two, "m", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
+    assert messages.get(one, "first") is first, "another user's messages cost it nothing"
+    messages.add(one, "m", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
+    assert messages.get(one, "first") is None
+    messages.note(Outcome(number=number, outcome="expired"))
+    assert first.answers[0].outcome == "deferred", "nothing keeps it"

@@ -341,3 +341,11 @@ def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> Non
     assert suspected == ["look_up"]
     setup.pools.end([Found(b"\1", b"\0")])
     setup.leave()
+
+
+def test_another_mode_refuses_what_waits_for_its_request(setup: Setup) -> None:
+    told: list[Outcome] = []
+    setup.epoch.announce(announced("a"), digest("a"), told.append)
+    setup.epoch.switch("shadow")
+    setup.epoch.carry_on()
+    assert (told[-1].outcome, told[-1].reason) == ("rejected", "nothing is staged for this engine now: mode=shadow")
