@@ -179,8 +179,7 @@ class Planner:
         for at in range(1, 0 if all(results) else len(results)):
             if results[at] != results[at - 1]:
                 self.blocks.cut(order.slots[at])
-        runs = list(self.blocks.runs(order.slots))
-        at = 0
+        runs, at = list(self.blocks.runs(order.slots)), 0
         for run in runs:
             ok, at = results[at], at + len(run)
             if ok:

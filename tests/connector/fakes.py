@@ -36,14 +36,6 @@ from tests.support.clock import Clock
 BLOCK = 16
 BLOCK_BYTES = 1024
 MS = 1_000_000
-# What an engine may do to a flag (records.py).
-TRANSITIONS = {
-    FlagState.FREE: {FlagState.HINTED},
-    FlagState.HINTED: {FlagState.CLAIMED, FlagState.CANCELLED, FlagState.FREE},
-    FlagState.READY: {FlagState.CLAIMED, FlagState.CANCELLED},
-    FlagState.CLAIMED: {FlagState.READY, FlagState.RELEASED},
-    FlagState.EXPIRED: {FlagState.FREE},
-}
 
 
 def fails_with(check: Callable[[], object], patch: pytest.MonkeyPatch, *planted: Any, match: str | None = None) -> None:
@@ -93,7 +85,7 @@ class FakeDaemon:
 
         def checked(index: int, expected: int, desired: int) -> bool:
             before, after = unpack(expected), unpack(desired)
-            assert after.state in TRANSITIONS.get(FlagState(before.state), ()), (before, after)
+            assert after.state in scheduler_checks.TRANSITIONS.get(FlagState(before.state), ()), (before, after)
             return exchange(index, expected, desired)
 
         session.flags.exchange = checked  # type: ignore[method-assign]

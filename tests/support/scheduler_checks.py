@@ -6,6 +6,16 @@ from collections.abc import Collection
 from typing import Any
 
 from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.shmring.wire.records import FlagState
+
+# What an engine may do to a flag (records.py).
+TRANSITIONS = {
+    FlagState.FREE: {FlagState.HINTED},
+    FlagState.HINTED: {FlagState.CLAIMED, FlagState.CANCELLED, FlagState.FREE},
+    FlagState.READY: {FlagState.CLAIMED, FlagState.CANCELLED},
+    FlagState.CLAIMED: {FlagState.READY, FlagState.RELEASED},
+    FlagState.EXPIRED: {FlagState.FREE},
+}
 
 
 def check(side: SchedulerSide) -> None:
