@@ -22,7 +22,7 @@ from .signals import Signals
 DRAIN_NS = 2_000_000  # for the records of one ring in a turn: they cost what the engine makes them cost
 EVENTS_PER_TURN = 16  # readable descriptors that are handled before the rings are read again
 TICK_NS = 100_000_000
-IDLE_TICK_NS = 250_000_000
+IDLE_TICK_NS = 500_000_000
 IDLE_AFTER_NS = 5_000_000_000  # since the loop had something to do
 QUIET_NS = 20_000_000  # after the last record of engines without a request
 LOOKS_SHARE = 0.02  # of a core, for all looks

@@ -121,7 +121,7 @@ CATALOGUE: dict[str, Described] = {
     "store_capacity_bytes": _gauge("Bytes that it has room for", _MEDIUM),
     "disk_writable": _gauge("0 when nothing can be kept on disk; 1 also without a disk"),
     "ready": _gauge("1 when /readyz says so"),
-    "loop_age_seconds": _gauge("Since the main loop's last heartbeat; up to a quarter when it is well"),
+    "loop_age_seconds": _gauge("Since the main loop's last heartbeat; up to half a second when it is well"),
     "call_age_seconds": _gauge(
         "Age of the oldest store call in flight, or GPU call (`copy`); no series without one", ("call",)
     ),
