@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from ...kv.groups import Groups
@@ -17,6 +18,7 @@ from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError, Saved
 from ..planning.requests import Key, Publication
 
 MAX_EXCHANGES = 16  # tries; an honest engine rarely changes the flag between the daemon's load and its exchange
+LOOKS = 256  # at flags, in one search for orphans
 UNCLAIMED = (FlagState.HINTED, FlagState.READY)
 GIVEN_UP = (FlagState.RELEASED, FlagState.CANCELLED)
 
@@ -36,7 +38,8 @@ class Channel:
         self.liveness = Liveness(self.words, consumer=True)
         self._lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
         self._pages_in_use: set[int] = set()
-        self._given_up: set[Key] = set()  # by engines, at the last look
+        self._given_up: set[Key] = set()  # by engines, at the last look at each
+        self._to_look_at: deque[int] = deque()  # flags
 
     def close(self) -> None:
         del self.ring, self.table, self.credits, self.liveness
@@ -81,13 +84,25 @@ class Channel:
         return sum(slot >= self.layout.slot_count for slot in slots)
 
     def orphans(self) -> set[Key]:
-        """Return the requests whose flag the engine has given up since the call before, and no record says so."""
-        before, self._given_up = self._given_up, set()
-        for index, (generation, _) in self._lent.items():
-            flag = self.table.flag(index)
-            if flag.generation != generation or flag.state in (*GIVEN_UP, FlagState.FREE):
-                self._given_up.add((index, generation))
-        return before & self._given_up
+        """Return the requests whose flag the engine had given up at two looks in a row, and no record says so.
+
+        Each call looks at a bounded part of the flags, and at all of them in turn.
+        """
+        if not self._to_look_at:
+            self._to_look_at.extend(self._lent)
+        found = set[Key]()
+        for _ in range(min(LOOKS, len(self._to_look_at))):
+            index = self._to_look_at.popleft()
+            if (lent := self._lent.get(index)) is None:
+                continue
+            flag, key = self.table.flag(index), (index, lent[0])
+            if flag.generation == lent[0] and flag.state not in (*GIVEN_UP, FlagState.FREE):
+                self._given_up.discard(key)
+            elif key in self._given_up:
+                found.add(key)
+            else:
+                self._given_up.add(key)
+        return found
 
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
         flag, generation = key
@@ -139,6 +154,7 @@ class Channel:
         lent, pages = self._lent.get(flag, (-1, ()))
         if lent == generation:
             del self._lent[flag]
+            self._given_up.discard(key)
             self._pages_in_use.difference_update(pages)
         return True
 
