@@ -109,9 +109,7 @@ class App:
         caller = self._caller(environ)
         if route.method == "GET":
             return route.status, self._look(route, caller, name, environ.get("QUERY_STRING", ""))
-        body = environ["wsgi.input"].read(MAX_BODY + 1)
-        if len(body) > MAX_BODY:
-            raise Bad(413, f"the body is too large: max_bytes={MAX_BODY}")
+        body = environ["wsgi.input"].read()  # waitress let no larger one than MAX_BODY pass
         if route.takes is LMCachePrefetch:
             return route.status, self._lmcache(caller, parsed(LMCachePrefetch, body))
         envelope: Envelope = parsed(Envelope, body)
@@ -132,9 +130,8 @@ class App:
     def _announce(self, caller: Caller, envelope: Envelope) -> Message:
         if not self._rate.take(caller.uid, len(envelope.actions)):
             raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
-        ours = [each.action_type == ACTION and each.action_version == VERSION for each in envelope.actions]
-        wanted = [payload(each) if mine else None for each, mine in zip(envelope.actions, ours, strict=True)]
-        answers = [_first(each, mine) for each, mine in zip(envelope.actions, ours, strict=True)]
+        wanted = [payload(each) if _ours(each) else None for each in envelope.actions]
+        answers = [_first(each) for each in envelope.actions]
         message, errors = self._messages.add(caller, envelope.message_id, answers), list[Bad]()
         engines: dict[tuple[Any, ...], Engine] = {}  # most actions of a message are for one
         for number, prompt in enumerate(wanted):
@@ -147,7 +144,7 @@ class App:
                 except Bad as error:
                     errors.append(error)
                     message.tell(number, outcome="rejected", reason=str(error))
-        if errors and len(errors) == sum(ours):
+        if errors and len(errors) == sum(each is not None for each in wanted):
             self._messages.forget(message)
             raise errors[0]
         return message
@@ -229,8 +226,12 @@ def _found(method: str, path: str) -> tuple[Route, str]:
     raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
 
 
-def _first(action: Action, ours: bool) -> Answered:
-    if ours:
+def _ours(action: Action) -> bool:
+    return action.action_type == ACTION and action.action_version == VERSION
+
+
+def _first(action: Action) -> Answered:
+    if _ours(action):
         return Answered(action_id=action.action_id, outcome="deferred")
     text = f"only {ACTION}@{VERSION} is known: {action.action_type!r:.80}@{action.action_version!r:.20}"
     return Answered(action_id=action.action_id, outcome="ignored", reason=text)

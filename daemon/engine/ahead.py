@@ -45,7 +45,6 @@ class Stage(Enum):
     WAITING = auto()
     AT_WORK = auto()
     DONE = auto()  # it waits for its request
-    OVER = auto()
 
 
 @dataclass(eq=False)
@@ -67,7 +66,6 @@ class _Announcement:
     fetched: int = 0
     no_room: int = 0
     failed: int = 0
-
     looked_up: bool = False
 
     @property
@@ -264,7 +262,6 @@ class Ahead:
         self._lengths[each.size].discard(number)
         if not self._lengths[each.size]:
             del self._lengths[each.size]
-        each.stage = Stage.OVER
         if each.fetched and outcome in ("used", "late", "expired"):
             self._useful.append(outcome != "expired")
         self._outcomes.append((number, each.outcome(outcome, reason)))
