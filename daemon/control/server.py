@@ -128,7 +128,7 @@ class Control:
         """Answer a message that is about the engines of its caller."""
         access, about = self._connections.access, self._about(peer, message.caller)
         if isinstance(message, EngineQuery):
-            answer: Engine | Report = Report(ok=False, text=f"uid={about.uid} {NOT_ALLOWED}")
+            answer: Engine | Report = Report(ok=False, forbidden=True, text=f"uid={about.uid} {NOT_ALLOWED}")
             if access.may_attach(about):
                 answer = self._admin.engine(message, access.scope(about))
             peer.send(answer.model_copy(update={"number": message.number}))

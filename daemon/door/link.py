@@ -42,7 +42,7 @@ class Link:
                 raise Bad(503, f"the daemon did not answer: timeout_s={TIMEOUT_S:g}; try again") from None
         if isinstance(answer, Engine):
             return answer
-        raise Bad(403 if "may not attach" in answer.text else 404, answer.text)
+        raise Bad(403 if answer.forbidden else 404, answer.text)
 
     def announce(self, order: Announce, hashes: bytes) -> None:
         """Announce a prompt with these digests, joined. Raises Bad."""

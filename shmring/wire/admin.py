@@ -193,5 +193,6 @@ class Report(Packet):
 
     type: Literal["report"] = "report"
     number: int = 0  # of an EngineQuery
+    forbidden: bool = False  # of an EngineQuery: its caller may not attach
     ok: bool
     text: str
