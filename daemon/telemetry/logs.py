@@ -1,6 +1,6 @@
 """Structured logging: JSON lines, with priorities for journald, or readable lines on a terminal.
 
-events.py is the catalogue of the lines.
+docs/EVENTS.md describes the lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import structlog
 
 from . import pretty
-from .events import COMMON, EVENTS
+from .events import COMMON, EVENTS, FLOODS
 from .metrics import Metrics
 from .streams import LogWriter, never_wait
 
@@ -27,7 +27,6 @@ Log = Any  # a structlog bound logger; its class is made at run time
 FLOOD_NS = 1_000_000_000
 LAST_S = 2.0
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}  # syslog's, as journald reads them: <N> before a line
-_ORDER = tuple(name.rstrip("?") for name in COMMON)
 
 
 class Floods:
@@ -44,8 +43,7 @@ class Floods:
         self._held: dict[tuple[str, str], tuple[dict[str, Any], int]] = {}
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event = EVENTS.get(line["event"])
-        if event is None or not event.floods or "suppressed" in line:
+        if line["event"] not in FLOODS or "suppressed" in line:
             return line
         key = (str(line["event"]), str(line.get("engine", "")))
         now = self._clock_ns()
@@ -81,8 +79,7 @@ class EventCounts:
         self._metrics = metrics
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event = EVENTS.get(line["event"])
-        if event is not None and event.level in ("warning", "error") and "suppressed" not in line:
+        if EVENTS.get(line["event"]) in ("warning", "error") and "suppressed" not in line:
             self._metrics.add("events", 1, line["event"])
         return line
 
@@ -121,7 +118,7 @@ def configure(level: str, metrics: Metrics) -> Log:
     colour = pretty.wants_colour(sys.stdout)
 
     def render(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> str:
-        ordered = {name: line[name] for name in _ORDER if name in line} | dict(line)
+        ordered = {name: line[name] for name in COMMON if name in line} | dict(line)
         if terminal:
             return pretty.line(ordered, colour=colour)
         text = json.dumps(ordered, default=str)

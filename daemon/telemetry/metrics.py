@@ -140,7 +140,7 @@ _VALUES = {
     "outcome": tuple(ending.value for ending in Ending),
     "tier": MEDIA,
     "result": ANNOUNCED_RESULTS,
-    "event": tuple(name for name, event in EVENTS.items() if event.level in ("warning", "error")),
+    "event": tuple(name for name, level in EVENTS.items() if level in ("warning", "error")),
 }
 USES = {  # the number of an engine for each `use`
     "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},

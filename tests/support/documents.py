@@ -1,6 +1,6 @@
 """Prints the tables of the documents from the catalogues and configuration models in the code.
 
-`.venv-check/bin/python -m tests.support.documents TABLE`, with `events` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
+`.venv-check/bin/python -m tests.support.documents TABLE`, with `endings` (docs/EVENTS.md), `metrics` (docs/METRICS.md),
 `connector` or `daemon` (docs/reference/configuration.md), `exits` (docs/reference/command-line.md), `openapi`
 (docs/reference/openapi.json), or `chart`
 (charts/kvprefetchd/values.schema.json).
@@ -23,34 +23,19 @@ from kvprefetch.daemon.cli.main import build
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from kvprefetch.daemon.door.openapi import describe
 from kvprefetch.daemon.telemetry.causes import Cause
-from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending, Field
+from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def events() -> str:
-    """The tables of docs/EVENTS.md."""
-    lines = ["## Fields of every line", "", "| field | type | meaning |", "| --- | --- | --- |"]
-    lines += [_row(name, field) for name, field in COMMON.items()]
-    lines += ["", "## Outcomes", "", "| `outcome` | meaning |", "| --- | --- |"]
+def endings() -> str:
+    """The tables of outcomes and causes in docs/EVENTS.md."""
+    lines = ["## Outcomes", "", "| `outcome` | meaning |", "| --- | --- |"]
     lines += [f"| `{ending.value}` | {ending.meaning} |" for ending in Ending]
     lines += ["", "## Causes", "", "| `cause` | in `top` | in `explain`, with its values |", "| --- | --- | --- |"]
     lines += [f"| `{each.value}` | {each.label} | {each.text.replace('{', '').replace('}', '')} |" for each in Cause]
-    lines += ["", "## Events", ""]
-    for name, event in EVENTS.items():
-        floods = "; summed once a second" if event.floods else ""
-        lines += [f"### `{name}`", "", f"{event.meaning} ({event.level}{floods})", ""]
-        if event.fields:
-            lines += ["| field | type | meaning |", "| --- | --- | --- |"]
-            lines += [_row(field, FIELDS[field.rstrip("?")]) for field in event.fields]
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _row(name: str, field: Field) -> str:
-    kind = field.kind.rstrip("?") + (" or null" if field.kind.endswith("?") else "")
-    return f"| `{name.rstrip('?')}` | {kind}{', may be absent' if name.endswith('?') else ''} | {field.meaning} |"
+    return "\n".join(lines) + "\n"
 
 
 def metrics() -> str:
@@ -137,7 +122,7 @@ def command(table: str) -> str:
 
 
 TABLES = {
-    "events": events,
+    "endings": endings,
     "metrics": metrics,
     "connector": connector,
     "daemon": daemon,

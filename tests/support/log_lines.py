@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, Ending
+from kvprefetch.daemon.telemetry.events import Ending
+from tests.support.catalogue import COMMON, EVENTS, Field
 
 _KINDS: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 _DIGEST = re.compile(r"[0-9a-fA-F]{40}")
@@ -21,14 +22,13 @@ def problems(record: Mapping[str, Any]) -> list[str]:
     found = []
     if record.get("level") != event.level:
         found.append(f"{name}: level={record.get('level')!r} expected={event.level!r}")
-    wanted = {field for field in (*COMMON, *event.fields) if not field.endswith("?")}
-    allowed = {field.rstrip("?") for field in (*COMMON, *event.fields)}
+    fields = {**COMMON, **event.fields}
+    wanted = {field for field, known in fields.items() if not known.may_be_absent}
     found += [f"{name}: no field {field}" for field in sorted(wanted - set(record))]
-    found += [f"{name}: field {field} is not of this event" for field in sorted(set(record) - allowed)]
+    found += [f"{name}: field {field} is not of this event" for field in sorted(set(record) - set(fields))]
     for field, value in record.items():
-        known = FIELDS.get(field) or COMMON.get(field) or COMMON.get(field + "?")
-        if known is not None and not _fits(known.kind, value):
-            found.append(f"{name}: {field}={value!r} is not of type {known.kind}")
+        if field in fields and not _fits(fields[field], value):
+            found.append(f"{name}: {field}={value!r} is not of type {fields[field].kind}")
     if name == "request.done" and record.get("outcome") not in {ending.value for ending in Ending}:
         found.append(f"{name}: outcome={record.get('outcome')!r} is not in the vocabulary")
     if event.level != "debug":
@@ -40,8 +40,7 @@ def problems(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _fits(kind: str, value: object) -> bool:
+def _fits(field: Field, value: object) -> bool:
     if value is None:
-        return kind.endswith("?")
-    kind = kind.rstrip("?")
-    return isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
+        return field.null
+    return isinstance(value, _KINDS[field.kind]) and (field.kind == "boolean" or not isinstance(value, bool))

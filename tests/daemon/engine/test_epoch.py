@@ -12,11 +12,12 @@ from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass, StoreError
-from kvprefetch.daemon.telemetry.events import EVENTS, Ending
+from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.epochs import Engine, Pools, give_back, later_weights, make_epoch
+from tests.support.catalogue import EVENTS
 from tests.support.engine_side import ONE_GROUP, EngineSide, Key
 
 
@@ -28,7 +29,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_the_line_of_an_engine_that_left_has_each_counter_and_gauge(engine: Engine) -> None:
-    assert engine.epoch.numbers().keys() == set(EVENTS["engine.detached"].fields)
+    assert engine.epoch.numbers().keys() == EVENTS["engine.detached"].fields.keys()
 
 
 def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The log's catalogue is what the code logs, and docs/EVENTS.md is the catalogue."""
+"""docs/EVENTS.md is the log's catalogue: what the code logs, with its level and fields."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.telemetry.events import COMMON, EVENTS, FIELDS, LEVELS, Ending
+from kvprefetch.daemon.telemetry import events
+from kvprefetch.daemon.telemetry.events import FLOODS, LEVELS, Ending
 from kvprefetch.shmring.wire.records import Outcome
 from tests.support import documents
+from tests.support.catalogue import COMMON, DOCUMENT, EVENTS, Field
 from tests.support.log_lines import problems
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,13 +33,12 @@ def log_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
 def violations(source: str, name: str) -> list[str]:
     """Log calls whose event, level or fields are not the catalogue's."""
     found = []
-    common = {field.rstrip("?") for field in COMMON}
     for call, method in log_calls(ast.parse(source)):
         where = f"{name}:{call.lineno}"
         given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
         open_ended = any(keyword.arg is None for keyword in call.keywords)
         if method == "bind":
-            found += [f"{where}: binds {field}, which is not a common field" for field in sorted(given - common)]
+            found += [f"{where}: binds {field}, which is not a common field" for field in sorted(given - COMMON.keys())]
             continue
         first = call.args[0] if len(call.args) == 1 else None
         if not isinstance(first, ast.Constant) or first.value not in EVENTS:
@@ -46,8 +47,8 @@ def violations(source: str, name: str) -> list[str]:
         event = EVENTS[first.value]
         if method != event.level:
             found.append(f"{where}: {first.value} is logged as {method}, the catalogue says {event.level}")
-        wanted = {field for field in event.fields if not field.endswith("?")}
-        allowed = {field.rstrip("?") for field in event.fields} | common
+        wanted = {field for field, known in event.fields.items() if not known.may_be_absent}
+        allowed = event.fields.keys() | COMMON.keys()
         found += [f"{where}: {first.value} has no field {field}" for field in sorted(given - allowed)]
         if not open_ended:
             found += [f"{where}: {first.value} lacks {field}" for field in sorted(wanted - given)]
@@ -89,22 +90,25 @@ def test_every_event_is_logged_somewhere() -> None:
     assert set(EVENTS) == logged
 
 
-def test_the_document_is_the_catalogue() -> None:
-    text = (ROOT / "docs/EVENTS.md").read_text()
-    tables = text[text.index("## Fields of every line") :]
-    assert tables == documents.events(), documents.command("events")
+def test_the_code_knows_the_events_of_the_document() -> None:
+    assert {name: event.level for name, event in EVENTS.items()} == events.EVENTS
+    assert {name for name, event in EVENTS.items() if event.floods} == FLOODS
+    assert tuple(COMMON) == events.COMMON
+    assert documents.endings() in DOCUMENT.read_text(), documents.command("endings")
 
 
 def test_the_catalogue_is_consistent() -> None:
-    used = {field.rstrip("?") for event in EVENTS.values() for field in event.fields}
-    assert used == set(FIELDS), "every field is used, and every used one is described"
+    """A field means the same in every event; key material is at level debug only."""
+    known: dict[str, Field] = {}
     for name, event in EVENTS.items():
         noun, _, verb = name.partition(".")
         assert noun.isalpha(), name
         assert verb.isalpha(), name
         assert event.level in LEVELS
-        secret = [field for field in event.fields if FIELDS[field.rstrip("?")].key_material]
-        assert not secret or event.level == "debug", f"{name}: key material above debug: {secret}"
+        assert event.level == "debug" or "line" not in event.fields, f"{name}: the master's output may name keys"
+        for field, described in event.fields.items():
+            same = described._replace(may_be_absent=False)
+            assert known.setdefault(field, same) == same, f"{name}: {field} has another type or meaning elsewhere"
 
 
 def test_every_outcome_that_an_engine_can_say_has_a_word() -> None:
