@@ -191,17 +191,12 @@ def ports(config: DaemonConfig) -> Iterator[Finding]:
                 yield ok(f"{name}: {address}:{port} is free")
 
 
-def _fault(config: DaemonConfig, name: str) -> Iterator[Finding]:
-    """Report a fault that the running daemon has, with its advice."""
-    with contextlib.suppress(Unavailable):
-        if said := getattr(ask(config.socket, StatusQuery(), Status), name):
-            fault, _, advice = said.rpartition(": ")
-            yield bad(fault, advice)
-
-
 def disk(config: DaemonConfig) -> Iterator[Finding]:
     """Report the running daemon's disk fault, then check the folder of this configuration."""
-    yield from _fault(config, "disk_fault")
+    with contextlib.suppress(Unavailable):
+        if said := ask(config.socket, StatusQuery(), Status).disk_fault:
+            fault, _, advice = said.rpartition(": ")
+            yield bad(fault, advice)
     if config.disk is None or config.mooncake_config is not None:
         return
     spec = DiskSpec.parse(config.disk)
@@ -231,8 +226,7 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:
-    """Report the running daemon's fault of the lease, then look whether this configuration's master is there."""
-    yield from _fault(config, "lease_fault")
+    """Look whether this configuration's master is there."""
     if config.mooncake_config is None:
         yield ok("embedded store: the daemon starts its own master on loopback")
         return

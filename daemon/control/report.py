@@ -63,7 +63,6 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "store_open": shared.store.is_open,
         "store_answering": shared.store.answering,
         "disk_fault": snapshot.disk_fault,
-        "lease_fault": snapshot.lease_fault,
         "log_fault": snapshot.log_fault(now_ns),
         "store": snapshot.fill.model_dump() if snapshot.fill is not None else None,
         "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],

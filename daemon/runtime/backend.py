@@ -22,7 +22,6 @@ from .signals import Signals
 REOPEN_S = 2.0
 OPEN_TRIES = 3  # of an embedded store, whose master may answer late on a machine that is just starting
 FLUSH_S = 20.0
-CHECK_S = 1.0  # at the end, for a check of the lease, which may wait for a storage node that hangs
 
 
 class Backend:
@@ -33,7 +32,6 @@ class Backend:
         self.store: Store | None = None
         self.master: EmbeddedMaster | None = None
         self.master_died = False
-        self._checking: threading.Thread | None = None
         self._probing = False
 
     @property
@@ -72,15 +70,11 @@ class Backend:
         return None if self._signals.stop else store
 
     def tick(self, pools: Pools) -> None:
-        """Probe a store that does not answer or is idle, check its lease, and see whether the master lives."""
+        """Probe a store that does not answer or is idle, and see whether the master lives."""
         if self.store is not None and not self._probing and self.store.due_for_probe:
             self._probing = True
             overdue = partial(self.store.suspect, "probe")
             pools.start(Call(Kind.LOOK_UP, self.store.probe, self._probed, overdue))
-        free = self._checking is None or not self._checking.is_alive()
-        if self.store is not None and free and self.store.lease_check_due:
-            self._checking = threading.Thread(target=self.store.check_lease, name="lease", daemon=True)
-            self._checking.start()
         if self.master is not None:
             self.master.tick()
             if not self.master.alive():
@@ -93,16 +87,12 @@ class Backend:
 
     def describe(self, snapshot: Snapshot) -> None:
         """Enter the state of the store; nothing here waits."""
-        snapshot.lease_fault = self.store.lease_fault if self.store is not None else ""
         if self.master is not None:
             snapshot.disk_fault = self.master.disk_fault()
             snapshot.fill = self.master.fill()
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""
-        if self._checking is not None:
-            self._checking.join(CHECK_S)
-            quiet = quiet and not self._checking.is_alive()
         if self.store is not None:
             began, flushed = time.monotonic(), not self.store.is_open
             failing = self.master is not None and self.master.disk_fault()

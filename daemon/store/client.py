@@ -20,7 +20,6 @@ from .connection import Connection
 from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
 from .give_up import UNDER_WAY, Move, move
 from .joining import Joined
-from .lease_check import LeaseCheck
 from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
 from .sleeping_reads import SleepingReads, Value
@@ -53,7 +52,6 @@ class Store(Connection):
         super().__init__(settings, log, clock, rpc_timeout_ms)
         self._lease_ns = lease_ns
         self._sleeping: SleepingReads | None = None
-        self._lease = LeaseCheck(lease_ns)
         self._clock = clock
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own
         self._nodes = StorageNodes(log, clock)
@@ -76,29 +74,6 @@ class Store(Connection):
     def aside(self) -> frozenset[str]:
         """The storage nodes that nobody asks now."""
         return self._nodes.aside()
-
-    @property
-    def lease_fault(self) -> str:
-        """Why fetches block although they could sleep, and what to do; "" where they need not."""
-        if not self._lease.short:
-            return ""
-        what = f"lease_ms={self._lease_ns // 1_000_000}: the master keeps values for a shorter time, so fetches block"
-        return f"{what}: set it to the master's default_kv_lease_ttl, and restart"
-
-    @property
-    def lease_check_due(self) -> bool:
-        return self.is_open and self._lease.due
-
-    def check_lease(self) -> None:
-        """Go on with the check of the lease, which is due; may wait for a storage node that hangs.
-
-        Reads that sleep trust `lease_ms`. Mooncake's own gets know the lease that the master granted.
-        """
-        with contextlib.suppress(StoreUnavailable), self._local() as client:
-            self._lease.go_on(client, self._move)
-            if self._lease.short:
-                self._sleeping = None
-                self._log.error("lease.short", error=self.lease_fault)
 
     def register(self, address: int, length: int) -> None:
         """Make `length` bytes at `address` usable in transfers, once calls are admitted.
@@ -188,8 +163,6 @@ class Store(Connection):
                 results = self._nodes.read(keys, before, get, read)
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "get", code)
             if ErrorClass.OK in results:
-                if sleeping is not None:
-                    self._lease.key = keys[results.index(ErrorClass.OK)]
                 void_what_moved(results, keys, before, self._replicas.read(client, keys))
             if self.disk or not self._settings.private:
                 good = [i for i, each in enumerate(results) if each is ErrorClass.OK]

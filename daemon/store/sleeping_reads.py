@@ -46,11 +46,6 @@ def boot_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
-def trusted_ns(lease_ns: int) -> int:
-    """Return how much of a lease counts."""
-    return lease_ns - lease_ns // _MARGIN
-
-
 class Value(NamedTuple):
     """What to read: `size` bytes to `address`, from one of `places`."""
 
@@ -93,7 +88,7 @@ class SleepingReads:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._engine, self._clock_ns, self._sleep = engine, clock_ns, sleep
-        self._leased_ns = trusted_ns(lease_ns)
+        self._leased_ns = lease_ns - lease_ns // _MARGIN
         self._lock = threading.Lock()
         self._pace = Pace()
         self._known: set[str] = set()  # nodes that the engine has asked, and that did not fail since

@@ -51,7 +51,7 @@ _NAMES = {
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
     " store.unflushed disk.small disk.mended disk.failing",
-    "error": "daemon.failed config.invalid engine.refused engine.corrupt job.failed lease.short master.died",
+    "error": "daemon.failed config.invalid engine.refused engine.corrupt job.failed master.died",
 }
 LEVELS = tuple(_NAMES)
 EVENTS = {name: level for level, names in _NAMES.items() for name in names.split()}  # the level of each

@@ -64,5 +64,5 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
         problems.append("the store does not answer: new requests are misses")
     healthy = alive and asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
-    problems += filter(None, (str(status.get(f"{name}_fault", "")) for name in ("disk", "lease", "log")))
+    problems += filter(None, (str(status.get(f"{name}_fault", "")) for name in ("disk", "log")))
     return Health(phase, alive, ready, healthy, loop_age_s, call_age_s, store_open, tuple(problems))

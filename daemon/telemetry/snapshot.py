@@ -17,7 +17,6 @@ class Snapshot:
     phase: str = "starting"
     started_ns: int = field(default_factory=time.monotonic_ns)
     disk_fault: str = ""  # why nothing can be kept on disk
-    lease_fault: str = ""  # that `lease_ms` is not the master's
     fill: StoreFill | None = None  # how full the embedded store is
     lost_lines: int = 0  # of the log
     lost_ns: int = -LOST_NS  # when the last one was lost

@@ -58,7 +58,6 @@ class Status(Packet):
     store_open: bool
     store_answering: bool = True
     disk_fault: str = ""  # why the disk takes nothing
-    lease_fault: str = ""  # that the master's lease is shorter than the daemon's `lease_ms`
     store: dict[str, int] | None = None  # the daemon's StoreFill, where the embedded store's master answers
     engines: list[dict[str, int | str]]
     engine_count: int = 0

@@ -24,7 +24,6 @@ from tests.lab import control, link
 from tests.lab.link import LimitedLink
 from tests.lab.process import frozen
 from tests.lab.store import Store as LabStore
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.store
 
@@ -118,22 +117,6 @@ def test_a_lease_that_runs_out_in_mid_read_voids_what_arrives() -> None:
     with cluster(lease_ms=LEASE_MS) as store:
         reader = Reader(store.config, lease_ms=LEASE_MS)
         assert reader.get(list(values("a"))) == [OK] * 8
-        with ThreadPoolExecutor() as pool:
-            with frozen(store.node_pid):
-                get = pool.submit(reader.get, list(values("a")))
-                wait([get], 3 * LEASE_MS / 1e3)
-            assert get.result(30) == [ErrorClass.LOOKUP_AGAIN] * 8
-        assert reader.get(list(values("a"))) == [OK] * 8
-
-
-def test_once_the_master_s_lease_proved_shorter_what_arrives_after_it_does_not_count() -> None:
-    with cluster(lease_ms=LEASE_MS) as store:
-        reader = Reader(store.config, lease_ms=10 * LEASE_MS)
-        assert reader.get(list(values("a"))) == [OK] * 8
-        for _ in range(2):
-            eventually(lambda: reader.store.lease_check_due)
-            reader.store.check_lease()
-        assert "default_kv_lease_ttl" in reader.store.lease_fault
         with ThreadPoolExecutor() as pool:
             with frozen(store.node_pid):
                 get = pool.submit(reader.get, list(values("a")))

@@ -95,10 +95,10 @@ def test_a_store_that_is_closed_or_silent_is_not_ready_but_healthy(is_open: bool
     assert problem in health.problems[0]
 
 
-def test_faults_of_disk_lease_and_log_are_problems_and_no_reason_not_to_be_ready() -> None:
-    health = picture(disk_fault="nothing can be kept on disk", lease_fault="a shorter lease", log_fault="lost").health()
+def test_faults_of_disk_and_log_are_problems_and_no_reason_not_to_be_ready() -> None:
+    health = picture(disk_fault="nothing can be kept on disk", log_fault="lost").health()
     assert (health.ready, health.healthy) == (True, True)
-    assert health.problems == ("nothing can be kept on disk", "a shorter lease", "lost")
+    assert health.problems == ("nothing can be kept on disk", "lost")
 
 
 def test_a_daemon_that_is_gone_is_named_with_its_last_beat() -> None:
