@@ -21,10 +21,10 @@ from kvprefetch.daemon.cli.common import default_text, kind_of
 from kvprefetch.daemon.cli.help_page import EXITS, Group
 from kvprefetch.daemon.cli.main import build
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
-from kvprefetch.daemon.door.openapi import describe
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import CATALOGUE, PREFIX
+from tests.support.openapi import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvprefetch.daemon.door.openapi import describe
+from tests.support.openapi import describe
 
 FILE = Path(__file__).parents[3] / "docs/reference/openapi.json"
 

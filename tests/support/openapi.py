@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .app import ROUTES, Route
-from .envelope import Prefetch, Problem
+from kvprefetch.daemon.door.app import ROUTES, Route
+from kvprefetch.daemon.door.envelope import Prefetch, Problem
 
 PROBLEMS = {
     400: "a bad field",
