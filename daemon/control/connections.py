@@ -134,13 +134,6 @@ class Connections:
             self._unread.remove(peer)
             peer.sock.close()
 
-    def listen_on(self, sock: socket.socket, access: Access) -> None:
-        """Accept connections on this socket from now on."""
-        self._pause()
-        self.sock.close()
-        self.sock, self.access = sock, access
-        self._listen()
-
     def close_all(self) -> None:
         for peer in list(self._peers.values()):
             self.close(peer)

@@ -1,4 +1,4 @@
-"""The control socket's file: bound at the start or passed by systemd, bound again when lost, removed at the end."""
+"""The control socket's file: bound at the start or passed by systemd, and removed at the end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ import stat
 import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config.model import ConfigError, DaemonConfig, Taken
 from .access import group_id
 
-if TYPE_CHECKING:  # doctor runs where structlog is not installed
-    from ..telemetry.logs import Log
-
-LOST_NS = 3_000_000_000  # how long the socket's file is gone before a new socket is bound
 FIRST_FD = 3  # SD_LISTEN_FDS_START of sd_listen_fds(3)
 _LOCK_S = 2.0
 # Connections that wait to be accepted; the kernel refuses more. When a daemon restarts, all the processes of a node's
@@ -30,55 +25,17 @@ _BACKLOG = 1024
 class Listener:
     """Owns the listening socket `sock` at `path`, opened by systemd or bound here. Raises ConfigError."""
 
-    def __init__(self, config: DaemonConfig, log: Log) -> None:
+    def __init__(self, config: DaemonConfig) -> None:
         inherited = inherited_socket()
-        self._config, self._log = config, log
-        self.sock: socket.socket = inherited if inherited is not None else listen(config)
+        self.sock = inherited if inherited is not None else listen(config)
         self.path: str = self.sock.getsockname()
         found = os.stat(self.path)
         self.gid = found.st_gid  # of the users who may attach
         self._bound = found if inherited is None else None  # None: the socket unit owns the file
-        self._gone_ns = 0
-        self._error = ""  # logged, while the file is gone
-
-    def tick(self, now_ns: int) -> bool:
-        """Bind a new socket where the file has been gone for LOST_NS; True: `sock` is a new one.
-
-        Called once a second. Attached processes notice nothing. Another daemon's socket is left alone.
-        """
-        if self._bound is None or not self._lost():
-            self._gone_ns, self._error = 0, ""
-            return False
-        self._gone_ns = self._gone_ns or now_ns
-        if now_ns - self._gone_ns < LOST_NS:
-            return False
-        try:
-            self.sock = listen(self._config, patience_s=0)
-        except ConfigError as error:
-            self._gone_ns = now_ns  # wait before the next try, which may connect to another daemon
-            if str(error) != self._error:
-                self._error = str(error)
-                self._log.warning("socket.lost", error=self._error)
-            return False
-        self._gone_ns = 0
-        with contextlib.suppress(OSError):  # lost again, as the next tick finds
-            self._bound = os.stat(self.path)
-        self._log.warning("socket.renewed", socket=self.path)
-        return True
-
-    def _lost(self) -> bool:
-        """Whether the socket's file is gone or another one."""
-        assert self._bound is not None
-        try:
-            return not os.path.samestat(os.stat(self.path), self._bound)
-        except FileNotFoundError:
-            return True
-        except OSError:  # we may not see it any more; it may still be there
-            return False
 
     def close(self) -> None:
         if self._bound is not None:
-            take_away(self._config.socket, self._bound)
+            take_away(Path(self.path), self._bound)
         self.sock.close()
 
 

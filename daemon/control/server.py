@@ -85,9 +85,6 @@ class Control:
         if config.mode != before:
             self.epochs.switch(config.mode)
 
-    def listen_on(self, sock: socket.socket) -> None:
-        self._connections.listen_on(sock, access_of(sock, self._shared.config))
-
     def close(self) -> None:
         self._door.close()
         self._handshake.close()

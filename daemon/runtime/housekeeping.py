@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..control import report
 from ..control.epochs import Shared
-from ..control.listener import Listener
 from ..control.server import Control
 from ..telemetry.logs import tick
 from ..telemetry.publisher import Publisher
@@ -18,17 +17,11 @@ class Housekeeping:
     """Ticks the other parts, and publishes their numbers once a second."""
 
     def __init__(
-        self,
-        shared: Shared,
-        control: Control,
-        backend: Backend,
-        listener: Listener,
-        notifier: Notifier,
-        publisher: Publisher,
+        self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, publisher: Publisher
     ) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
-        self._backend, self._listener, self._notifier = backend, listener, notifier
-        self._publisher, self._published_ns = publisher, 0
+        self._backend, self._notifier, self._publisher = backend, notifier, publisher
+        self._published_ns = 0
 
     def tick(self, now_ns: int) -> None:
         """Do the periodic work; called several times a second."""
@@ -49,10 +42,8 @@ class Housekeeping:
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
-        """Show the numbers, and bind the control socket again where its file was removed."""
+        """Show the numbers."""
         self._notifier.status(self.summary())
-        if self._listener.tick(now_ns):
-            self._control.listen_on(self._listener.sock)
         shared = self._shared
         self._backend.describe(shared.snapshot)
         epochs, metrics = self._epochs.attached(), shared.metrics

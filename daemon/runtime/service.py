@@ -58,7 +58,7 @@ class Daemon:
         try:
             use_more_descriptors()
             requirements.check(self._config, self._log)
-            listener = Listener(self._config, self._log)
+            listener = Listener(self._config)
         except ConfigError as error:
             self._log.error("daemon.failed", error=str(error))
             finish()
@@ -94,7 +94,7 @@ class Daemon:
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
-        housekeeping = Housekeeping(shared, control, self._backend, listener, self._notifier, publisher)
+        housekeeping = Housekeeping(shared, control, self._backend, self._notifier, publisher)
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())

@@ -18,7 +18,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.config.model import ConfigError, load
-from kvprefetch.daemon.control import access, listener
+from kvprefetch.daemon.control import access
 from kvprefetch.daemon.control.listener import listen, take_away
 from kvprefetch.daemon.store.disk import DiskSpec
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
@@ -58,32 +58,6 @@ def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
             sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             sock.settimeout(1)
             sock.connect(server.getsockname())
-
-
-def test_a_socket_that_is_removed_as_soon_as_it_is_bound_again_ends_no_daemon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cleaner runs at that moment: no removal from outside meets it reliably."""
-    path, remove, now_ns = tmp_path / "s", [False], 0
-
-    def listens(*arguments: Any, **more: Any) -> socket.socket:
-        sock = listen(*arguments, **more)
-        if remove.pop():
-            path.unlink()
-        return sock
-
-    monkeypatch.setattr(listener, "listen", listens)
-    ours = listener.Listener(load({"socket": str(path)}), structlog.get_logger())
-    path.unlink()
-    remove += [False, True]
-    for renewed in (False, False, False, True, False, False, False, True, False):
-        now_ns, before = now_ns + listener.LOST_NS // 3, ours.sock
-        assert ours.tick(now_ns) == renewed
-        if renewed:
-            before.close()
-    assert path.is_socket()
-    ours.close()
-    assert not path.exists()
 
 
 def test_a_daemon_removes_its_own_socket_only(tmp_path: Path) -> None:
