@@ -27,7 +27,6 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.reasons import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
@@ -86,7 +85,6 @@ class Life:
             lease_ns=10_000_000_000,
             media=not private,
             histories=Histories(),
-            negatives=NegativeCaches(),
         )
         self.epoch = Epoch(services, memory, engine)
         self.engine.open(memory.control.buffer)

@@ -10,7 +10,6 @@ from ..config.model import DaemonConfig, Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory
-from ..engine.neighbours import NegativeCaches
 from ..engine.reasons import Histories
 from ..engine.reservations import Reservations
 from ..store.client import Store
@@ -39,7 +38,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         self.mode: Mode = self.config.mode
-        self.histories, self.negatives = Histories(), NegativeCaches()
+        self.histories = Histories()
         self.refusals = Refusals()
         self.master_http = ""  # host:port of the embedded store's master
 
@@ -72,7 +71,6 @@ class Epochs:
             lease_ns=config.lease_ns,
             media=config.disk is not None or config.mooncake_config is not None,
             histories=shared.histories,
-            negatives=shared.negatives,
         )
         unnamed = config.namespaces == "shared" or engine.scheduler.upstream_keys
         epoch = Epoch(services, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))

@@ -155,7 +155,6 @@ class Epoch(Caller):
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
         self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
-        self._services.negatives.leave(self.parts.negative)
         self._log.info("engine.detached", **self.numbers())
         self.channel.close()
 
@@ -292,8 +291,7 @@ class Epoch(Caller):
         """Void everything staged, hinted or being saved; from now on the engine's keys name other weights."""
         parts = self.parts
         parts.ranks = parts.ranks_of(reset.weights)
-        self._services.negatives.move(parts.negative, parts.ranks.namespaces)
-        parts.negative.clear(self._services.clock_ns())
+        parts.bad_values.clear(self._services.clock_ns())
         parts.reasons.moved(parts.ranks.namespaces)
         self._calls.count_puts(self.saver.reset(reset.reset_generation, parts.reasons.stored))
         parts.ahead.stop("its weights changed")

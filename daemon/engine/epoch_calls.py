@@ -207,9 +207,6 @@ class EpochCalls:
         pools.rates.saves.add(result.stored * size)
         if result.lost:
             parts.log.warning("slots.lost", call="save", blocks=result.lost)
-        left = {digest for digest, _ in result.again}
-        there = [digest for digest, _ in put.blocks if digest not in left]
-        self._services.negatives.stored(parts.negative, there, now)
         self.count_puts(parts.saver.stored(put, result, now, saving=parts.saving))
 
     def count_puts(self, ended: Sequence[Put]) -> None:

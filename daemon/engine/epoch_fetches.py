@@ -86,16 +86,15 @@ class Fetches:
                 log.warning("slots.lost", call="fetch", blocks=lost)
 
     def _remember(self, fetched: Fetched) -> None:
-        """Remember which blocks did not arrive."""
-        negative, digests, outcome = self._parts.negative, fetched.order.digests, fetched.outcome
+        """Remember which values are bad."""
+        bad, digests, outcome = self._parts.bad_values, fetched.order.digests, fetched.outcome
         if fetched.good == len(outcome):
-            negative.forget(digests)
+            bad.forget(digests)
             return
-        negative.forget(list(compress(digests, fetched.arrived)))
+        bad.forget(list(compress(digests, fetched.arrived)))
         for digest, each in zip(digests, outcome, strict=True):
-            if each not in (ErrorClass.OK, ErrorClass.TRANSIENT):
-                lasting = each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT)
-                negative.add(digest, fetched.now_ns, asked_ns=fetched.asked_ns, lasting=lasting)
+            if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT):
+                bad.add(digest, fetched.now_ns, asked_ns=fetched.asked_ns)
 
     def _plan(self, fetched: Fetched) -> None:
         whole = fetched.good == len(fetched.outcome)
@@ -117,5 +116,5 @@ class Fetches:
         get.late = True
         self._parts.log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.nodes)
         for digest in order.digests:
-            self._parts.negative.add(digest, now, lasting=True)
+            self._parts.bad_values.add(digest, now, asked_ns=now)
         self._parts.planner.overdue(order.number, now, Failure("overdue", get.nodes))

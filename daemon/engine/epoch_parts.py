@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...shmring.wire.codec import Message
 from ..config.model import Mode
+from ..planning.bad_values import BadValues
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
 from ..planning.requests import Key
@@ -22,7 +23,6 @@ from .ahead import Ahead
 from .channel import Channel
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
-from .neighbours import NegativeCaches
 from .promoter import COPY_BYTES, Promoter
 from .reasons import Histories, Reasons
 from .saver import Saver
@@ -48,7 +48,6 @@ class Services(NamedTuple):
     lease_ns: int
     media: bool
     histories: Histories
-    negatives: NegativeCaches
 
 
 class EpochParts:
@@ -73,9 +72,9 @@ class EpochParts:
             disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
             device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
-        self.negative = services.negatives.join(self.ranks.namespaces)
+        self.bad_values = BadValues()
         timeout_ns, lease_ns = services.pools.timeout_ns, services.lease_ns
-        self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=timeout_ns, lease_ns=lease_ns)
+        self.look_ups = LookUps(self.planner.requests, self.bad_values, timeout_ns=timeout_ns, lease_ns=lease_ns)
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
         self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)
         generation = engine.scheduler.reset_generation

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from ..planning.negative import NegativeCache
+from ..planning.bad_values import BadValues
 from ..planning.requests import Key, Request, Urgency
 from .transfers import Found
 
@@ -58,7 +58,6 @@ class Batch(NamedTuple):
     number: int
     questions: Sequence[Question]
     renewal: bool
-    asked_ns: int
 
 
 class Answer(NamedTuple):
@@ -83,9 +82,9 @@ class LookUps:
     """Questions from a hint to its answer. The caller applies the answers in order."""
 
     def __init__(
-        self, requests: Mapping[Key, Request], negative: NegativeCache, *, timeout_ns: int, lease_ns: int
+        self, requests: Mapping[Key, Request], bad_values: BadValues, *, timeout_ns: int, lease_ns: int
     ) -> None:
-        self._requests, self._negative = requests, negative
+        self._requests, self._bad_values = requests, bad_values
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
         self._waiting: dict[Key, Asking] = {}
         self._queue: list[tuple[Urgency, Key]] = []
@@ -107,7 +106,7 @@ class LookUps:
     def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> Answer | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
         asking = Asking(request, request.prompt.next(FIRST_DIGESTS), now_ns, again)
-        if self._settled(asking, now_ns):
+        if not asking.names:  # all is known, or staged
             return self._answer(asking, now_ns)
         if not answering:
             return self._give_up(asking, now_ns)
@@ -117,13 +116,6 @@ class LookUps:
     def _wait(self, asking: Asking) -> None:
         self._waiting[asking.request.key] = asking
         heapq.heappush(self._queue, (asking.request.urgency, asking.request.key))
-
-    def _settled(self, asking: Asking, now_ns: int) -> bool:
-        """Whether there is nothing to ask: all is known, or staged, or the next block is a known miss."""
-        if asking.names and not asking.again and self._negative.first(asking.names[:1], now_ns) == 0:
-            asking.request.prompt.found(b"", b"")
-            asking.names = asking.request.prompt.next(FIRST_DIGESTS)
-        return not asking.names
 
     def asked(self, request: Request) -> None:
         """Its urgency changed."""
@@ -139,7 +131,7 @@ class LookUps:
             if questions := self._due(now_ns) if renewal else self._new(now_ns):
                 self._new_before = 0 if renewal else sum(len(question.digests) for question in questions)
                 self._number += 1
-                self._flight = Batch(self._number, questions, renewal, now_ns)
+                self._flight = Batch(self._number, questions, renewal)
                 return self._flight
         return None
 
@@ -184,8 +176,6 @@ class LookUps:
         answers = list[Answer | Lost]()
         for question, each in zip(batch.questions, found or repeat(None, len(batch.questions)), strict=True):
             first = -1 if each is None else each.present.find(0)
-            if first >= 0:
-                self._negative.add(question.digests[first], now_ns, asked_ns=batch.asked_ns)
             if not self._lives(question.request):
                 continue
             if question.asking is None:
@@ -199,7 +189,7 @@ class LookUps:
     def _found(self, asking: Asking, digests: Sequence[bytes], found: Found, now_ns: int) -> list[Answer]:
         """Answer a request with nothing left to ask; the others wait for their next slice."""
         prompt, present = asking.request.prompt, found.present
-        if bad := self._negative.lasting(digests, now_ns):  # whatever the store says of them
+        if bad := self._bad_values.known(digests, now_ns):  # whatever the store says of them
             present = bytes(0 if index in bad else each for index, each in enumerate(present))
         prompt.found(present, found.on_disk)
         if prompt.settled:

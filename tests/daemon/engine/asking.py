@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvprefetch.daemon.engine.lookups import Answer, Batch, LookUps, Lost
 from kvprefetch.daemon.engine.transfers import Found
-from kvprefetch.daemon.planning.negative import NegativeCache
+from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.requests import Key, Request
 from tests.daemon.planning.support import FlagsModel, Planner, block, digests
 
@@ -23,8 +23,8 @@ class Setup:
         self.renewals: dict[Key, int] = {}
         self.stored: set[bytes] = set()
         self.planner = Planner(1, FlagsModel(), chunk_blocks=1)
-        self.negative = NegativeCache()
-        self.look_ups = LookUps(self.planner.requests, self.negative, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
+        self.bad_values = BadValues()
+        self.look_ups = LookUps(self.planner.requests, self.bad_values, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
 
     def apply(self, answers: Sequence[Answer | Lost]) -> None:
         for answer in answers:

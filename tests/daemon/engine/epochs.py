@@ -12,7 +12,6 @@ from kvprefetch.daemon.config.model import load
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.engine.neighbours import NegativeCaches
 from kvprefetch.daemon.engine.reasons import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
@@ -85,7 +84,6 @@ def make_epoch(
     max_blocks: int = 8,
     groups: Groups = ONE_GROUP,
     loads: bool = True,
-    negatives: NegativeCaches | None = None,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
@@ -102,7 +100,6 @@ def make_epoch(
         lease_ns=10 * SECOND_NS,
         media=False,
         histories=Histories(),
-        negatives=negatives or NegativeCaches(),
     )
     return Epoch(services, memory, engine)
 

@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.engine.neighbours import NegativeCaches
-from kvprefetch.daemon.engine.transfers import Found, SaveResult
-from kvprefetch.daemon.planning.negative import LASTING_NS, MISS_NS
+from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.daemon.planning.bad_values import BAD_NS
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.call_size import CALL_NS
 from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
-from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.admin import Outcome
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, announced, block, digest, later_weights, make_epoch
-from tests.support.engine_side import ONE_GROUP
 from tests.support.telemetry import sample
 
 BLOCK_BYTES = 4096
@@ -35,12 +32,11 @@ class Setup(Engine):
         store: Any = None,
         *,
         events: bool = False,
-        negatives: NegativeCaches | None = None,
         chunk_blocks: int = 12,
     ) -> None:
         self.now, self.pools = SECOND_NS, Pools()
         self.sent: list[Message] = []
-        own: Any = {"chunk_blocks": chunk_blocks, "events": events, "negatives": negatives}
+        own: Any = {"chunk_blocks": chunk_blocks, "events": events}
         super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, **own))
         self.epoch.parts.send = self.sent.append
         self.calls = self.pools.calls
@@ -57,13 +53,8 @@ class Setup(Engine):
         self.pools.end(list(outcome))
 
     def known(self, name: str) -> bool:
-        """Whether an engine's look-up of this block needs no question, since it is a known miss now."""
-        self.put((9, self.now), FlagState.HINTED)
-        prompt = Prompt(ONE_GROUP, digest(name), range(1), room=0, staged=lambda _: False)
-        request = self.epoch.planner.hint((9, self.now), prompt, 0)
-        answer = self.epoch.parts.look_ups.add(request, self.now, answering=True)
-        self.epoch.planner.finish(request.key)
-        return answer is not None
+        """Whether the value of this block is known to be bad now."""
+        return self.epoch.parts.bad_values.known([block(name)], self.now) == [0]
 
 
 @pytest.fixture
@@ -179,45 +170,20 @@ def test_calls_of_a_stopped_fetch_before_one_that_has_begun_go_on() -> None:
     setup.leave()
 
 
-def test_what_cannot_be_had_is_left_alone_for_as_long_as_its_kind_lasts(setup: Setup) -> None:
-    """Docs: a known miss 1 s, a foreign, corrupt or hanging object 30 s; a store that fails says nothing of a block."""
+def test_a_bad_value_is_left_alone_for_a_while(setup: Setup) -> None:
+    """Docs: a foreign, corrupt or hanging object 30 s; a miss may be there at the next question."""
     setup.want((0, 1), *"mfct")
     setup.fetched(MISS, ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.TRANSIENT)
-    assert [setup.known(name) for name in "mfct"] == [True, True, True, False]
-    setup.now += MISS_NS
+    setup.now += BAD_NS - 1
     assert [setup.known(name) for name in "mfct"] == [False, True, True, False]
-    setup.now += LASTING_NS - MISS_NS
+    setup.now += 1
     assert not any(setup.known(name) for name in "mfct")
 
 
-def test_what_a_neighbour_stored_is_no_plain_miss_any_more() -> None:
-    """As of a producer and a consumer. That a value is foreign to one engine stays its own."""
-    negatives = NegativeCaches()
-    consumer, producer = Setup(negatives=negatives), Setup(negatives=negatives)
-    consumer.want((0, 1), *"mfs")
-    consumer.fetched(MISS, ErrorClass.FOREIGN, MISS)
-    consumer.want((1, 1), "x")
-    consumer.start()
-    consumer.now += 1
-    producer.now = consumer.now
-    names = "mfx"
-    slots = producer.credits.take(len(names))
-    producer.push(RecordKind.SAVED, encode_saved(Saved(1, 0, False, slots, [block(name) for name in names])))
-    for name in names:  # a put takes one of four save slots
-        assert producer.epoch.start_save()
-        producer.pools.end(SaveResult(1, 0, 0, [], digests=[block(name)]))
-    assert [consumer.known(name) for name in "mfs"] == [False, True, True]
-    consumer.pools.end([MISS])
-    assert not consumer.known("x"), "it was stored after this fetch began"
-    producer.leave()
-    consumer.leave()
-
-
-def test_a_fetch_past_its_deadline_is_a_lasting_miss_until_it_arrives_after_all(setup: Setup) -> None:
+def test_a_fetch_past_its_deadline_is_a_bad_value_until_it_arrives_after_all(setup: Setup) -> None:
     setup.want((0, 1), "a", "b")
     setup.start().give_up()
     assert setup.epoch.gauges()["slots_stuck"] == 2
-    setup.now += MISS_NS
     assert setup.known("a")
     assert setup.known("b")
     setup.pools.end([OK, ErrorClass.TRANSIENT])

@@ -199,6 +199,7 @@ def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> No
     setup.fetched(ErrorClass.CORRUPT, OK, OK)
     setup.fetched(OK)
     again = setup.hinted(1, "a", "b")
+    setup.answered([1, 1, 1, 1])
     assert setup.flag(again) == Flag(1, FlagState.READY, 1)
 
 

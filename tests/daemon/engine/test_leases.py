@@ -9,7 +9,7 @@ import pytest
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, LookUps
 from kvprefetch.daemon.engine.transfers import Found
-from kvprefetch.daemon.planning.negative import NegativeCache
+from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import FlagsModel, Planner, block
@@ -102,7 +102,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
     a new prompt 8 us, for each that is renewed 1.5 us, as measured with the medium and without it.
     """
     planner = Planner(1, FlagsModel(), chunk_blocks=1)
-    look_ups = LookUps(planner.requests, NegativeCache(), timeout_ns=4 * SECOND, lease_ns=2 * SECOND)
+    look_ups = LookUps(planner.requests, BadValues(), timeout_ns=4 * SECOND, lease_ns=2 * SECOND)
 
     def hint(number: int, blocks: int, now: int) -> None:
         digests = b"".join(block.to_bytes(8, "big") for block in range(number << 20, (number << 20) + blocks))
@@ -113,7 +113,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
     ends = np.full((prompts, PROMPT), np.iinfo(np.int64).max)  # of each digest's lease
     lost: set[int] = set()
     slices = Counter[int]()  # digests that were asked for the first time
-    batch, back, new, before = None, 0, 1000, 0
+    batch, asked_ns, back, new, before = None, 0, 0, 1000, 0
     for now in range(0, 6 * SECOND, MS):
         if new_ms and now % (new_ms * MS) == 0:
             hint(new, BATCH_DIGESTS, now)
@@ -125,7 +125,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
                 if not batch.renewal:
                     start, slices[number] = slices[number], slices[number] + len(question.digests)
                 if number < prompts:
-                    ends[number, start : start + len(question.digests)] = batch.asked_ns + 2 * SECOND
+                    ends[number, start : start + len(question.digests)] = asked_ns + 2 * SECOND
             found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
             for answer in look_ups.answered(batch.number, found, now):
                 if isinstance(answer, Answer):
@@ -139,7 +139,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
             most = max(before, RENEWED_AT_ONCE) + BATCH_DIGESTS
             assert not batch.renewal or count < most, "new requests wait longer for each other"
             before = 0 if batch.renewal else count
-            back = now + MS + count * (1500 if batch.renewal else 8000)
+            asked_ns, back = now, now + MS + count * (1500 if batch.renewal else 8000)
     return [number for number in range(prompts) if number not in lost]
 
 

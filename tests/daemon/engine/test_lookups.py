@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, FIRST_DIGESTS, SLICE_DIGESTS
 from kvprefetch.daemon.engine.transfers import Found
-from kvprefetch.daemon.planning.negative import MISS_NS
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import block
 
@@ -137,7 +136,7 @@ def test_the_lease_of_a_prompt_counts_from_its_first_slice() -> None:
 def test_a_value_that_is_known_to_be_bad_ends_a_prompt_whatever_the_store_says() -> None:
     setup = Setup()
     setup.store("a", "b", "c")
-    setup.negative.add(block("b"), 0, lasting=True)
+    setup.bad_values.add(block("b"), 0, asked_ns=0)
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
     setup.answer()
@@ -189,27 +188,6 @@ def test_no_request_waits_for_its_turn_past_the_deadline() -> None:
     assert len(setup.answers) == 5, "all but those of the question that is out"
 
 
-def test_a_known_miss_is_not_asked_for_again_until_it_is_old_or_we_store_it() -> None:
-    setup = Setup()
-    setup.store("a")
-    setup.hint(1, "a", "b", "c")
-    setup.ask(0)
-    setup.answer()
-    again = setup.hint(2, "b", "c")
-    assert setup.answers[again] == (0, False), "answered without a question"
-    setup.hint(3, "a", "b", "c")
-    setup.ask(0)
-    setup.answer()
-    setup.negative.stored([block("b")], 0)
-    setup.hint(4, "b")
-    setup.ask(0)
-    assert len(setup.sent) == 3
-    setup.answer()
-    setup.hint(5, "b", now=MISS_NS)
-    setup.ask(MISS_NS)
-    assert len(setup.sent) == 4
-
-
 def test_what_is_staged_needs_no_question() -> None:
     setup = Setup()
     setup.store("a")
@@ -221,25 +199,6 @@ def test_what_is_staged_needs_no_question() -> None:
     shared = setup.hint(2, "a", "b")
     assert setup.answers[shared] == (1, True)
     assert setup.answers[setup.hint(3, "a")] == (1, False)
-
-
-def test_a_miss_of_before_the_put_that_comes_after_it_is_none() -> None:
-    """The neighbour stored the block while the question was out."""
-    setup = Setup()
-    setup.hint(1, "a", now=1)
-    setup.ask(1)
-    setup.negative.stored([block("a")], 2)
-    setup.answer(now=3)
-    setup.hint(2, "a", now=4)
-    setup.ask(4)
-    assert len(setup.sent) == 2
-    setup.answer(now=5)
-    again = setup.hint(3, "a", now=6)
-    assert setup.answers[again] == (0, False), "it was asked for after the put"
-    setup.negative.add(b"a", 1, asked_ns=1, lasting=True)
-    setup.negative.stored([b"a"], 2)
-    setup.negative.add(b"a", 3, asked_ns=1, lasting=True)
-    assert setup.negative.first([b"a"], 4) == 0, "of a foreign one this says nothing"
 
 
 def test_a_look_up_waits_for_the_one_before_it_no_longer_than_its_time() -> None:
