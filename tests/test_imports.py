@@ -42,7 +42,7 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
     "click": ("daemon/cli/*",),
-    "waitress": ("daemon/door/__main__.py",),
+    "waitress": ("daemon/door/__main__.py", "daemon/telemetry/web.py"),
     "cbor2": ("kv/hashing.py",),
     "xxhash": ("kv/hashing.py",),
     "cupy": ("shmring/gpu/cuda.py",),

