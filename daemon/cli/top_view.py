@@ -31,7 +31,7 @@ LEGEND = (
     "PEND requests that have not ended   FETCH fetches in flight   PINNED blocks that requests hold",
     "IDLE staged blocks that nobody holds   FREE empty slots   SAVES saves that run or wait   HINTS hints read",
     "HIT share of the blocks looked up that were there   HIDDEN share of look-up and transfer that made nobody wait",
-    "WASTED share of the fetched blocks that no request loaded   !: so many that prefetch holds back",
+    "WASTED share of the fetched blocks that no request loaded",
     "DROP hints that found no room   BAD records that were skipped",
     "waited: how long the scheduler had room for the request and waited; cause: docs/EVENTS.md",
 )

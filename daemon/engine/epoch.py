@@ -124,8 +124,6 @@ class Epoch(Caller):
         self.planner.tick()
         for key in parts.ahead.late(now_ns):
             self.planner.stop(key)
-        if (lost := parts.waits.tick(now_ns)) is not None:
-            self._log.warning("wait.lost", **lost)
         for lane in Lane:
             if self._services.pools.exhausted(lane, self):
                 self.planner.give_up(lane)
@@ -254,7 +252,6 @@ class Epoch(Caller):
         now = self._services.clock_ns()
         if (line := self.traces.end(request, ending, done, now, self.parts.work(request.key, now))) is not None:
             self.counters.request_done(line)
-            self.parts.waits.add(line)
             self._log.info("request.done", **line)
 
     # --- orders from outside ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..telemetry.metrics import Metrics
 from ..telemetry.trace import Traces, Work
-from ..telemetry.waits import LostWaits
 from ..work.pools import Pools
 from . import transfers
 from .ahead import Ahead
@@ -56,7 +55,7 @@ class EpochParts:
     def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
         self.services, self.memory, self.engine = services, memory, engine
         self.log = services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch)
-        self.counters, self.waits = Counters(services.metrics), LostWaits()
+        self.counters = Counters(services.metrics)
         self.mode: Mode = "on"
         self.send: Callable[[Message], None] = lambda _: None
         self.ranks = self.ranks_of(engine.scheduler.weights)

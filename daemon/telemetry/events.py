@@ -47,7 +47,7 @@ _NAMES = {
     " engine.reset engine.detached request.done announcement.done device.ready save.done owner.back"
     " store.opened store.joined store.recovered store.closed disk.recovered master.started master.stopped",
     "warning": "config.kept cores.few memory.short log.lost picture.hidden peer.refused"
-    " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad wait.lost fetch.slow"
+    " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad fetch.slow"
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
     " store.unflushed disk.small disk.mended disk.failing",

@@ -8,7 +8,6 @@ import pytest
 
 from kvprefetch.daemon.telemetry import causes
 from kvprefetch.daemon.telemetry.causes import Cause
-from kvprefetch.daemon.telemetry.waits import LostWaits
 from tests.daemon.telemetry.test_trace_picture import LINE, MISSED
 from tests.support.mutants import mutants
 
@@ -203,42 +202,3 @@ def test_every_reason_of_a_miss_has_its_cause(field: str, reasons: tuple[str, ..
 def test_every_cause_has_words(cause: Cause) -> None:
     assert causes.label(cause.value) == cause.label
     assert causes.label("of\x1banother release") == "of\N{REPLACEMENT CHARACTER}another release"
-
-
-S = 1_000_000_000
-
-
-def waited(outcome: str, exposed_ms: float, **changes: Any) -> dict[str, Any]:
-    return {"outcome": outcome, "exposed_ms": exposed_ms, "unseen_ms": 0.0, "cause": "link", **changes}
-
-
-def test_waiting_in_vain_is_said_once_a_minute() -> None:
-    """92 of 229 requests recomputed after 80 s in all, of 140 s: what no histogram of loaded ones shows."""
-    waits = LostWaits()
-    assert waits.tick(60 * S) is None
-    for _ in range(92):
-        waits.add(waited("recomputed", 870.0))
-    for _ in range(137):
-        waits.add(waited("loaded", 438.0))
-    waits.add(waited("late", 100.0, cause=None))
-    assert waits.tick(119 * S) is None, "the minute is not over"
-    assert waits.tick(121 * S) == {
-        "requests": 93, "waited_s": 140.1, "lost_s": 80.1, "causes": "slow link 92, unknown 1",
-    }  # fmt: skip
-    assert waits.tick(182 * S) is None, "each minute counts alone"
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [("recomputed", 900.0, 0.0)],  # less than a second
-        [("recomputed", 2000.0, 0.0), ("loaded", 7000.0, 0.0)],  # less than a quarter
-        [("miss", 5000.0, 4900.0)],  # it waited for the engine's step
-        [("aborted", 5000.0, 0.0)],  # its client left
-    ],
-)
-def test_little_that_is_lost_is_not_said(lines: list[tuple[str, float, float]]) -> None:
-    waits = LostWaits()
-    for outcome, exposed_ms, unseen_ms in lines:
-        waits.add(waited(outcome, exposed_ms, unseen_ms=unseen_ms))
-    assert waits.tick(61 * S) is None
