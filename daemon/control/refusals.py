@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 KEEP_NS = 60_000_000_000  # after the last try; an engine tries every five or ten seconds
 MOST = 64  # kept; the one that tried last is the last to go
 LISTED, MAX_TEXT = 8, 400  # in one status, which must fit a control message
 
 
-@dataclass
-class Refusal:
-    """An engine, or a process that did not get so far as to name one (`engine` is "")."""
-
-    engine: str
-    uid: int
-    pid: int
-    error: str
-    tries: int = 1
-    last_ns: int = 0
-
-
 class Refusals:
-    """Call it on the main loop only."""
+    """Of engines, and of processes that did not get so far as to name one (""). Call it on the main loop only."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._kept: dict[tuple[int, str | int], Refusal] = {}  # by user, and engine or process; the newest try last
+        # When the last try was, and what to list, by user, and engine or process; the newest try last.
+        self._kept: dict[tuple[int, str | int], tuple[int, dict[str, str | int]]] = {}
 
     def add(self, uid: int, pid: int, engine: str, error: str) -> bool:
         """Enter a refusal. Return whether it is news: the first one, or another reason than the last one."""
-        now_ns, key = self._clock_ns(), (uid, engine or pid)
-        before = self._kept.pop(key, None)
-        news = before is None or before.error != error
-        tries = 1 if before is None or news else before.tries + 1
-        self._kept[key] = Refusal(engine, uid, pid, error, tries, now_ns)
+        key = uid, engine or pid
+        line: dict[str, str | int] = {"engine": engine[:MAX_TEXT], "uid": uid, "pid": pid, "error": error[:MAX_TEXT]}
+        _, before = self._kept.pop(key, (0, {}))
+        news = before.get("error") != line["error"]
+        line["tries"] = 1 if news else int(before["tries"]) + 1
+        self._kept[key] = self._clock_ns(), line
         for old in list(self._kept)[:-MOST]:
             del self._kept[old]
         return news
@@ -50,18 +39,9 @@ class Refusals:
     def tick(self) -> None:
         """Forget those that do not try any more."""
         now_ns = self._clock_ns()
-        self._kept = {key: each for key, each in self._kept.items() if now_ns - each.last_ns < KEEP_NS}
+        self._kept = {key: each for key, each in self._kept.items() if now_ns - each[0] < KEEP_NS}
 
     def listed(self, uid: int | None) -> list[dict[str, str | int]]:
         """Return those of a user's processes (None: of all users) that were refused last."""
-        mine = [each for each in self._kept.values() if uid in (None, each.uid)]
-        return [
-            {
-                "engine": each.engine[:MAX_TEXT],
-                "uid": each.uid,
-                "pid": each.pid,
-                "error": each.error[:MAX_TEXT],
-                "tries": each.tries,
-            }
-            for each in mine[: -LISTED - 1 : -1]
-        ]
+        mine = [line for (user, _), (_, line) in self._kept.items() if uid in (None, user)]
+        return mine[: -LISTED - 1 : -1]
