@@ -50,9 +50,10 @@ def tail(path: Path, last: int, *, following: bool) -> Generator[bytes, None, No
 
 def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes, None, None]:
     """Yield the messages of a systemd unit. Raises OSError when there is no journalctl."""
-    command = ["journalctl", "--output=json", f"--unit={unit}", f"--lines={'all' if last is None else last}"]
-    with contextlib.closing(_said([*command, "--follow" if following else "--no-pager"])) as lines:
-        yield from (message for line in lines if (message := journal_message(line)) is not None)
+    command = ["journalctl", "--quiet", "--output=cat", f"--unit={unit}"]
+    command += [f"--lines={'all' if last is None else last}", "--follow" if following else "--no-pager"]
+    with contextlib.closing(_said(command)) as lines:
+        yield from lines
 
 
 def _said(command: Sequence[str], errors: int | None = None) -> Generator[bytes, None, None]:
@@ -63,15 +64,6 @@ def _said(command: Sequence[str], errors: int | None = None) -> Generator[bytes,
             yield from stream(process.stdout)
         finally:
             process.terminate()
-
-
-def journal_message(line: bytes) -> bytes | None:
-    """Return the message of one line of `journalctl --output=json`, which lists bytes that are not UTF-8 as numbers."""
-    try:
-        message = json.loads(line)["MESSAGE"]
-        return message.encode() if isinstance(message, str) else bytes(message)
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def records(lines: Iterable[bytes]) -> Iterator[Record]:

@@ -216,19 +216,12 @@ def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
 # --- the journal --------------------------------------------------------------------------------------------------
 
 
-def test_messages_are_taken_out_of_the_journal_s_lines() -> None:
-    assert reader.journal_message(b'{"MESSAGE": "caf\\u00e9", "PRIORITY": "6"}') == "café".encode()
-    assert reader.journal_message(b'{"MESSAGE": [104, 105, 255]}') == b"hi\xff"
-    for line in (b'{"MESSAGE": null}', b'{"PRIORITY": "6"}', b"-- Boot --", b'{"MESSAGE": [1000]}', b"[]"):
-        assert reader.journal_message(line) is None
-
-
 def planted_journal(folder: Path, *records: dict[str, Any]) -> str:
     """Put a journalctl into the folder that answers like the real one; returns the PATH to find it with.
 
     No journal can be written to without booting systemd.
     """
-    lines = [json.dumps({"MESSAGE": json.dumps(each), "_PID": "1"}) for each in records]
+    lines = [json.dumps(each) for each in records]
     program = folder / "journalctl"
     program.write_text("\n".join(["#!/bin/sh", f'echo "$@" > {folder}/arguments', "cat <<'END'", *lines, "END", ""]))
     program.chmod(0o755)
@@ -240,7 +233,7 @@ def test_the_journal_is_asked_for_the_unit(tmp_path: Path) -> None:
     result = tail(*filters, PATH=planted_journal(tmp_path, *LOG))
     assert (result.returncode, len(result.stdout.splitlines())) == (0, 2)
     asked = (tmp_path / "arguments").read_text().split()
-    assert asked == ["--output=json", "--unit=other.service", "--lines=50", "--follow"]
+    assert asked == ["--quiet", "--output=cat", "--unit=other.service", "--lines=50", "--follow"]
 
 
 @pytest.mark.parametrize(
