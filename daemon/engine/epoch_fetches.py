@@ -102,10 +102,9 @@ class Fetches:
         self._parts.planner.fetched(fetched.order.number, fetched.arrived, fetched.now_ns, failed)
 
     def _pace(self, fetched: Fetched) -> None:
-        """Measure the link: how many fetches to have in flight, and how large ones."""
+        """Measure the link."""
         order, _, _, _, good_bytes, asked_ns, now_ns = fetched
         pools, lane = self._services.pools, order.lane
-        pools.limits[lane].completed(good_bytes, now_ns, waiting=self._parts.planner.wants(lane))
         pools.link_share.loaded(good_bytes)
         meter = pools.rates.fetches[lane]
         meter.add(good_bytes)

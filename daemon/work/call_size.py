@@ -9,6 +9,7 @@ calls: where a call has a delay of more than CALL_NS, small calls make it slow, 
 from __future__ import annotations
 
 CALL_NS = 15_000_000
+QUICK_BYTES = 4 << 20
 _SHORT_NS = 25_000_000
 _RATE_NS = 10 * CALL_NS  # of fetches; older ones count half, or less
 _PACE_NS = 1_000_000_000
@@ -45,6 +46,11 @@ class CallSize:
         self._bytes, self._ns = self._bytes + moved, self._ns + busy_ns
         while self._ns > _RATE_NS:
             self._bytes, self._ns = self._bytes / 2, self._ns / 2
+
+    @property
+    def quick(self) -> bool:
+        """Whether a call may have QUICK_BYTES: then the time between calls counts. False until one came."""
+        return self.ns_per_byte > 0 and self._bytes * CALL_NS >= QUICK_BYTES * self._ns
 
     def blocks(self, block_bytes: int) -> int | None:
         """Return how many blocks of this size a call has, at least one; None: as many as it may."""

@@ -20,7 +20,6 @@ from typing import Any
 from ..planning.runs import Lane
 from .call_size import CallSize
 from .calls import FETCHES, Call, Caller, Kind
-from .concurrency import ConcurrencyLimit
 from .link_share import LinkShare
 from .rates import Meter, Rates
 
@@ -29,8 +28,9 @@ SLOW_NS = 1_000_000_000
 LOOK_UPS = 8  # at a time; an engine has one in flight, so that few of them ever meet
 ATTACH_THREADS = 4  # engines whose memory is reserved or freed at a time, beside those that take long
 COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of engines on other GPUs need not
-# Fetches in flight at first.  Reads from memory do not spin, and between two of them alone a link would idle.
-STARTS = {Lane.MEMORY: 2, Lane.DISK: 1}
+# Fetches in flight where the lane is no `quick` one: each further one delays an urgent one.  Reads from memory do not
+# spin, and between two of them alone a link would idle.
+FEW = {Lane.MEMORY: 2, Lane.DISK: 1}
 MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for a caller that has one of them
 
 _REPORTED = {
@@ -186,8 +186,8 @@ class Pool:
 class Pools:
     """The dispatcher of calls: one pool for each kind. `fd` (an eventfd) announces results.
 
-    `limits`: how many fetches of each lane to have in flight; `sizes`: how fast they are, and how large.
-    `link_share`: when a put may start beside them.  `rates`: how fast both were.
+    `sizes`: how fast the fetches of each lane are, and how large.  `link_share`: when a put may start beside them.
+    `rates`: how fast both were.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Pools:
         self._pools = {
             kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in Kind
         }
-        self.limits = tuple(ConcurrencyLimit(fetch_threads, STARTS[lane]) for lane in Lane)
+        self._fetch_threads = fetch_threads
         self.sizes = tuple(CallSize() for _ in Lane)
         self.link_share = LinkShare()
 
@@ -216,8 +216,9 @@ class Pools:
 
     def fetch_room(self, lane: Lane, caller: Caller) -> bool:
         """Whether another fetch of this lane may start for this caller."""
-        pool = self._pools[FETCHES[lane]]
-        return pool.crowd(caller) < self.limits[lane].calls and not pool.exhausted(caller)
+        pool, threads = self._pools[FETCHES[lane]], self._fetch_threads
+        most = threads if self.sizes[lane].quick else min(threads, FEW[lane])
+        return pool.crowd(caller) < most and not pool.exhausted(caller)
 
     def exhausted(self, lane: Lane, caller: Caller) -> bool:
         """Whether so many fetches of this lane hang that none is started for this caller."""

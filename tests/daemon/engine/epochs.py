@@ -18,7 +18,6 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.work.call_size import CallSize
 from kvprefetch.daemon.work.calls import Call, Caller, Kind
-from kvprefetch.daemon.work.concurrency import ConcurrencyLimit
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.kv.groups import Groups
@@ -43,7 +42,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.limits, self.sizes = (ConcurrencyLimit(4), ConcurrencyLimit(4)), (CallSize(), CallSize())
+        self.sizes = CallSize(), CallSize()
         self.link_share, self.rates = LinkShare(), Rates()
         self.room = True
 

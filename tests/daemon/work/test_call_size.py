@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.work.call_size import CALL_NS, CallSize
+from kvprefetch.daemon.work.call_size import CALL_NS, QUICK_BYTES, CallSize
 
 BLOCK = 64 << 10
 CHUNK = 64  # blocks
@@ -88,3 +88,12 @@ def test_the_pace_that_requests_are_put_in_order_by_moves_only_when_it_is_half_o
     assert seen[:4] == [0.0, 10.0, 10.0, 10.0]
     assert 20 <= seen[4] <= 30
     assert 4 <= seen[5] <= 15
+
+
+def test_a_link_is_quick_that_carries_a_large_call_in_a_call_s_time() -> None:
+    size = CallSize()
+    assert not size.quick, "nothing is known"
+    size.fetched(QUICK_BYTES, CALL_NS, (QUICK_BYTES, CALL_NS))
+    assert size.quick, "and nothing says that it is slow"
+    size.fetched(2 * QUICK_BYTES, 3 * CALL_NS, (3 * QUICK_BYTES, 4 * CALL_NS))
+    assert not size.quick

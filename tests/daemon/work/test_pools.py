@@ -16,6 +16,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.planning.runs import Lane
+from kvprefetch.daemon.work.call_size import CALL_NS, QUICK_BYTES
 from kvprefetch.daemon.work.calls import FETCHES, Call, Caller, Kind
 from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.support.ordinary import AS_NOBODY
@@ -93,6 +94,24 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
         assert calls.overdue == [f"hung-{number}"]
         assert calls.run(f"after-{number}", Kind.SAVE) is True
     calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
+
+
+def test_as_many_fetches_run_at_a_time_as_there_are_threads_where_the_link_is_quick() -> None:
+    """Else few, since each delays an urgent one."""
+    pools = Pools(4)
+    calls = Calls(pools)
+    for lane, few in ((Lane.MEMORY, 2), (Lane.DISK, 1)):
+        for number in range(few):
+            assert pools.fetch_room(lane, ENGINE)
+            calls.start(f"{lane}{number}", FETCHES[lane], hang=True)
+        assert not pools.fetch_room(lane, ENGINE)
+        pools.sizes[lane].fetched(QUICK_BYTES, CALL_NS, (QUICK_BYTES, CALL_NS))
+        for number in range(few, 4):
+            assert pools.fetch_room(lane, ENGINE)
+            calls.start(f"{lane}{number}", FETCHES[lane], hang=True)
+        assert not pools.fetch_room(lane, ENGINE)
+    calls.release.set()
+    assert pools.close()
 
 
 def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: Calls) -> None:
