@@ -268,7 +268,7 @@ class Epoch(Caller):
         order = self.contain(partial(self.planner.next_order, ahead=ahead), None, lane, most)
         if not ahead:
             starved = order is None and self.planner.starved(lane)
-            self.parts.reasons.room(lane, self._services.clock_ns(), starved=starved)
+            self.parts.reasons.note_room(lane, self._services.clock_ns(), starved=starved)
         self.contain(self._calls.publish, None)
         if order is not None:
             self._fetches.start(order)

@@ -82,7 +82,7 @@ class Reasons:
         """Note that the engine's blocks are in these namespaces from now on."""
         self.stored = self._histories.of(self._uid, namespaces)
 
-    def room(self, lane: Lane, now_ns: int, *, starved: bool) -> None:
+    def note_room(self, lane: Lane, now_ns: int, *, starved: bool) -> None:
         """Enter whether the lane's next fetch waits for room in staging."""
         if since_ns := self._since_ns[lane]:
             self._starved_ns[lane] += now_ns - since_ns

@@ -365,9 +365,9 @@ class Planner:
             return False
         held = {slot: run.lane for run in self.blocks.runs(request.held) for slot in run.slots}
         stuck = [order.lane for order in self._overdue.values() for _ in order.slots]
-        all_of_them = len(held) >= self.blocks.slot_count - len(stuck) - self.blocks.lost
+        holds_all = len(held) >= self.blocks.slot_count - len(stuck) - self.blocks.lost
         of_lane = sum(held.values()) >= self.blocks.disk_slots - sum(stuck)
-        if not (all_of_them or (lane is Lane.DISK and of_lane)):
+        if not (holds_all or (lane is Lane.DISK and of_lane)):
             waiting = (each for each in self.requests.values() if each.held and each.limit >= 0)
             first = None if self._holdings.served else min(waiting, key=lambda each: each.urgency, default=None)
             if first is None:

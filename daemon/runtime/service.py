@@ -72,7 +72,7 @@ class Daemon:
         finally:
             self._shut_down(pools)
             listener.close()
-            tick(all_of_them=True)
+            tick(at_once=True)
             self._log.info("daemon.stopped")
             finish()
             self._notifier.close()

@@ -56,11 +56,11 @@ class Floods:
             self._held[key] = (dict(line), count + 1)
         raise structlog.DropEvent
 
-    def due(self, *, all_of_them: bool = False) -> list[dict[str, Any]]:
+    def due(self, *, at_once: bool = False) -> list[dict[str, Any]]:
         """Return the lines to write now, and forget them."""
         now = self._clock_ns()
         with self._lock:
-            over = [key for key, since in self._since.items() if all_of_them or now - since >= FLOOD_NS]
+            over = [key for key, since in self._since.items() if at_once or now - since >= FLOOD_NS]
             lines = []
             for key in over:
                 held = self._held.pop(key, None)
@@ -151,7 +151,7 @@ def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
         never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
 
 
-def tick(*, all_of_them: bool = False) -> int:
+def tick(*, at_once: bool = False) -> int:
     """Write lines that were held back, and report lost ones; the main loop calls it a few times a second.
 
     Return how many lines were lost since the start, unreported ones included.
@@ -160,7 +160,7 @@ def tick(*, all_of_them: bool = False) -> int:
         return 0
     writer, log = _output
     writer.tick()
-    for line in floods.due(all_of_them=all_of_them):
+    for line in floods.due(at_once=at_once):
         level, event = line.pop("level"), line.pop("event")
         line.pop("ts", None)
         getattr(log, level)(event, **line)

@@ -46,12 +46,12 @@ def test_histories_are_bounded() -> None:
 
 def test_the_time_without_room_is_that_of_the_lane() -> None:
     reasons = Reasons(Rates(), Histories(), 1, "")
-    reasons.room(Lane.DISK, 100, starved=True)
-    reasons.room(Lane.MEMORY, 110, starved=False)
+    reasons.note_room(Lane.DISK, 100, starved=True)
+    reasons.note_room(Lane.MEMORY, 110, starved=False)
     assert reasons.work(Lane.DISK, 130) == Work(Lane.DISK, starved_ns=30)
     assert reasons.work(Lane.MEMORY, 130) == Work(Lane.MEMORY)
-    reasons.room(Lane.DISK, 140, starved=True)
-    reasons.room(Lane.DISK, 150, starved=False)
+    reasons.note_room(Lane.DISK, 140, starved=True)
+    reasons.note_room(Lane.DISK, 150, starved=False)
     assert reasons.work(Lane.DISK, 999).starved_ns == 50
 
 

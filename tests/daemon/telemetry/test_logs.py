@@ -53,7 +53,7 @@ def test_engines_and_events_do_not_hide_each_other_and_other_events_pass() -> No
     assert say(floods, event="store.failed", engine="")
     assert not say(floods, engine="b")
     assert all(say(floods, event="request.done") for _ in range(50))
-    assert [each["engine"] for each in floods.due(all_of_them=True)] == ["b"]
+    assert [each["engine"] for each in floods.due(at_once=True)] == ["b"]
 
 
 def test_held_back_lines_are_counted_as_events() -> None:
