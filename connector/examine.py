@@ -33,7 +33,7 @@ SYMPTOM = "kvprefetchd docs symptoms, “An engine does not attach”"
 _ROLES = ("kv_both", "kv_consumer", "kv_producer")
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _FULL = ("full_attention", "attention")
-_NO_ATTENTION = ("mamba_", "ssm_", "linear_", "rwkv")  # keys of a model with state-space or linear-attention layers
+_STATES = ("mamba_", "ssm_", "linear_")  # keys of a model with state-space or linear-attention layers
 
 Finding = tuple[str, str, str]  # level, what, advice
 
@@ -99,24 +99,18 @@ def model(arguments: argparse.Namespace) -> Iterator[Finding]:
     said = json.loads(path.read_text())
     text = said.get("text_config") or said
     kinds = {str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()}
-    advice = "docs/reference/compatibility.md has the models that are served"
-    stateful = sorted(kinds - {*_FULL, *_WINDOWED}) or sorted(key for key in text if key.startswith(_NO_ATTENTION))
+    advice, states = "docs/reference/compatibility.md has the models that are served", kinds - {*_FULL, *_WINDOWED}
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    named = ", ".join(sorted(kinds)) or "layers that config.json does not tell apart"
     if said.get("is_encoder_decoder"):
         yield "bad", "an encoder-decoder model is not served", advice
-    elif stateful:
-        yield "bad", f"state-space and linear-attention layers are not served: {', '.join(stateful[:3])}", advice
-    elif kinds and not kinds & set(_FULL):
-        yield "bad", f"sliding windows alone are not served: {', '.join(sorted(kinds))}", advice
-    elif "chunked_attention" in kinds:
-        yield "note", f"layers: {', '.join(sorted(kinds))}", "start vLLM with --disable-hybrid-kv-cache-manager"
-    elif window and not kinds:
-        what = f"sliding_window={window}, and {path} does not say in which layers: in all of them it is not served"
-        yield "note", what, "with full attention in others, start vLLM with --disable-hybrid-kv-cache-manager"
+    elif kinds and (not kinds & set(_FULL) or (states and kinds & set(_WINDOWED))):
+        yield "bad", f"these layers together are not served: {named}", advice
+    elif not kinds and (window or any(key.startswith(_STATES) for key in text)):
+        yield "note", f"sliding windows, or states, are served with full attention in other layers: {named}", advice
     else:
         name = ", ".join(text.get("architectures") or said.get("architectures") or ["model"])
-        beside = " and sliding windows" if kinds & set(_WINDOWED) else ""
-        yield "ok", f"{name}: full attention{beside}", ""
+        yield "ok", f"{name}: {named}", ""
 
 
 def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -78,16 +78,19 @@ def test_a_key_that_vllm_does_not_know_is_bad() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "ok LlamaForCausalLM: full attention"),
-        ({"sliding_window": 4096, "use_sliding_window": False}, "ok model: full attention"),
+        ({"architectures": ["LlamaForCausalLM"]}, "ok LlamaForCausalLM: "),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "ok model: "),
         ({"is_encoder_decoder": True}, "bad an encoder-decoder model"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "ok model: full attention and sliding windows"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "note layers: chunked_attention, full_attention"),
-        ({"layer_types": ["sliding_attention"]}, "bad sliding windows alone"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "bad state-space and linear-attention layers"),
-        ({"mamba_d_state": 16}, "bad state-space and linear-attention layers are not served: mamba_d_state"),
-        ({"text_config": {"layer_types": ["sliding_attention"]}}, "bad sliding windows alone"),
-        ({"sliding_window": 4096}, "note sliding_window=4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "ok model: full_attention, sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "ok model: chunked_attention, full_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "ok model: full_attention, linear_attention"),
+        ({"layers_block_type": ["mamba", "attention"]}, "ok model: attention, mamba"),
+        ({"layer_types": ["sliding_attention"]}, "bad these layers together are not served: sliding_attention"),
+        ({"layer_types": ["mamba"]}, "bad these layers together are not served: mamba"),
+        ({"layer_types": ["attention", "mamba", "sliding_attention"]}, "bad these layers together are not served: "),
+        ({"text_config": {"layer_types": ["sliding_attention"]}}, "bad these layers together"),
+        ({"mamba_d_state": 16}, "note sliding windows, or states, are served with full attention"),
+        ({"sliding_window": 4096}, "note sliding windows, or states, are served with full attention"),
     ],
 )
 def test_a_model_that_is_not_served_is_bad(tmp_path: Path, config: dict[str, Any], words: str) -> None:
