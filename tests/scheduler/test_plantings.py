@@ -1,4 +1,8 @@
-"""Defects planted on purpose: each must be found, or the random schedules prove nothing."""
+"""Defects planted on purpose: each must be found, or the random schedules prove nothing.
+
+One is in the default run, to show that its schedules can fail.  Each of the others is up to a hundred whole schedules;
+tests/connector/test_pitfalls*.py plant defects of each kind in the default run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def finds(site: Site, finding: str, **options: Any) -> None:
     assert re.search(finding, "".join(traceback.format_exception(caught.value)))
 
 
-@pytest.mark.parametrize("queue", [1, 2, 3])
+@pytest.mark.parametrize("queue", [1, *(pytest.param(each, marks=pytest.mark.stress) for each in (2, 3))])
 def test_a_saved_range_too_long_by_one_block_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
     original = saves.Saves.storable_blocks
 
@@ -42,6 +46,7 @@ def test_a_saved_range_too_long_by_one_block_is_found(site: Site, monkeypatch: p
     finds(site, "is not as computed", queue=queue)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("queue", [2, 3])
 def test_counting_a_step_ahead_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
     """num_computed_tokens taken as if this step were already behind it."""
@@ -68,6 +73,7 @@ class _WithPlaceholders:
         return getattr(self._request, name)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("queue", [2, 3])
 def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytest.MonkeyPatch, queue: int) -> None:
     """As vLLM's pull request 27644 shows it: under async scheduling the counts run ahead of the tokens."""
@@ -85,6 +91,7 @@ def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytes
     finds(site, "before its tokens exist", queue=queue, decode=True)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_slots_released_before_every_rank_copied_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -117,6 +124,7 @@ def _finish_once(original: Any) -> Any:
     return finish
 
 
+@pytest.mark.stress
 def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loads.Loads.acknowledge
 
@@ -127,6 +135,7 @@ def test_slots_released_when_one_of_two_ranks_copied_are_found(site: Site, monke
     finds(site, "given back before they were copied", queue=3, ranks=2, load_mode="async")
 
 
+@pytest.mark.stress
 def test_a_load_that_fails_after_the_answer_is_found(site: Site) -> None:
     """A synchronous load cannot be taken back once steps are in flight: the token computed on it is delivered."""
 
@@ -138,6 +147,7 @@ def test_a_load_that_fails_after_the_answer_is_found(site: Site) -> None:
     finds(site, "tokens differ|is not as computed", queue=3, load_mode="sync", drafts=False, prepare=prepare)
 
 
+@pytest.mark.stress
 def test_a_save_put_before_its_copy_is_done_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     original = WorkerSide.save
 
@@ -151,6 +161,7 @@ def test_a_save_put_before_its_copy_is_done_is_found(site: Site, monkeypatch: py
     finds(site, "stored value is wrong", queue=2)
 
 
+@pytest.mark.stress
 def test_a_synchronous_load_reported_as_received_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     original = WorkerSide.load
 
@@ -163,12 +174,14 @@ def test_a_synchronous_load_reported_as_received_is_found(site: Site, monkeypatc
     finds(site, "finished_recving|is_finished|does not wait", queue=2, load_mode="sync")
 
 
+@pytest.mark.stress
 def test_an_aborted_load_that_is_never_reported_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSide, "received", lambda self: self._collect())
     monkeypatch.setattr("tests.scheduler.engine.DRAIN_S", 1.0)
     finds(site, "does not come to rest", queue=2, load_mode="async")
 
 
+@pytest.mark.stress
 def test_old_weights_stored_after_a_reset_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves that were copied before the reset and acknowledged after it must be dropped."""
     original = saves.Saves.reset
@@ -187,11 +200,13 @@ def _of_generation(generation: int) -> Any:
     return lambda saved: original(saved._replace(reset_generation=generation))
 
 
+@pytest.mark.stress
 def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_state.RequestState, "tainted", property(lambda self: False, lambda self, value: None))
     finds(site, "is not as computed", queue=2)
 
 
+@pytest.mark.stress
 def test_a_slot_that_each_rank_leaves_to_the_other_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankKeys, "saves", lambda self, slot: slot % self.replicas == 0)
     finds(site, "save that was not ordered|stored value is wrong", queue=2, ranks=2, one_head=True)
