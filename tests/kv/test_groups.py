@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,26 +43,6 @@ def in_tokens(found: Prompt) -> Prompt:
     groups, local, above, more = found
     unit = groups.unit_tokens
     return groups, local * unit, (local + above) * unit, (local + above + more) * unit
-
-
-@given(ranges, st.randoms(use_true_random=False), st.floats(0.5, 1), st.none() | st.integers(0, 60))
-def test_the_longest_prefix_has_what_each_group_reads(found: Prompt, random: Random, share: float, room: int) -> None:
-    groups, local, above, usable = in_tokens(found)
-    bases = [local // group.block_tokens for group in groups.groups]
-    there = [
-        np.array([random.random() < share for _ in range(base, usable // group.block_tokens)], dtype=np.bool_)
-        for group, base in zip(groups.groups, bases, strict=True)
-    ]
-    for group, present in zip(groups.groups, there, strict=True):
-        present[:] |= group.kind is Kind.FULL
-    held = [set((np.flatnonzero(present) + base).tolist()) for present, base in zip(there, bases, strict=True)]
-    good = [
-        tokens
-        for tokens in lengths(groups, above, usable)
-        if all(need <= have for need, have in zip(beyond(groups, local, tokens), held, strict=True))
-        and (room is None or sum(map(len, beyond(groups, local, tokens))) <= room)
-    ]
-    assert groups.longest(local, above, usable, there, room) == max(good, default=above)
 
 
 @given(ranges)

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.requests import Announced, Key, Order, Publication, Request
+from kvprefetch.daemon.planning.requests import Announced, Broken, Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
@@ -63,24 +63,48 @@ class FlagsModel:
 
 
 def _pulled(name: str) -> Any:
-    """Return the planner's method, followed by all publications that it caused."""
+    """Return the planner's method, followed by all changes that it caused."""
 
     def method(self: Planner, *args: Any, **options: Any) -> Any:
         result = getattr(module.Planner, name)(self, *args, **options)
-        while (change := self.next_change()) is not None:
-            if isinstance(change, Publication) and not self.flags.publish(change):
-                self.refused(change.request)
+        self.carry_out()
         return result
 
     return method
 
 
 class Planner(module.Planner):
-    """A planner that publishes at once to a model of flags, as an epoch does."""
+    """A planner that publishes at once to a model of flags, as an epoch does.
+
+    `stored`, `disk`: the names that the store has. Where it has none, a test answers a prompt's questions itself.
+    """
 
     def __init__(self, slot_count: int, flags: FlagsModel, **options: Any) -> None:
         super().__init__(slot_count, flags, **options)
-        self.flags = flags
+        self.flags, self.stored, self.disk = flags, set[bytes](), set[bytes]()
+
+    def carry_out(self) -> None:
+        while (change := self.next_change()) is not None:
+            if isinstance(change, Publication) and not self.flags.publish(change):
+                self.refused(change.request)
+            elif isinstance(change, Broken) and self.stored:
+                self.ask_store(change.request)
+
+    def arrives(
+        self, key: Key, groups: Groups, hashes: bytes, blocks: range, *options: Any, room: int | None = None
+    ) -> Request:
+        """Hint such a prompt, with `options` of `hint` behind it."""
+        room = self.blocks.disk_slots - self.blocks.lost if room is None else room
+        prompt = Prompt(groups, hashes, blocks, room=room, staged=self.blocks.holds)
+        return self.hint(key, prompt, *options)
+
+    def ask_store(self, request: Request) -> None:
+        """Let the request's prompt ask what it wants to know, and choose."""
+        while names := request.prompt.next(5):
+            request.prompt.found(
+                bytes(each in self.stored for each in names), bytes(each in self.disk for each in names)
+            )
+        self.choose(request)
 
     choose, lost, fetched, overdue, give_up = map(_pulled, ("choose", "lost", "fetched", "overdue", "give_up"))
     next_order, reset, _finish, stop, drop = map(_pulled, ("next_order", "reset", "finish", "stop", "drop"))
@@ -104,9 +128,8 @@ class Planner(module.Planner):
         until_ns: int = 0,
     ) -> Request:
         """A request of one KV group arrives, or is announced; its digests have `size` bytes."""
-        blocks = range(local, len(hashes) // size)
-        prompt = Prompt(ONE_GROUP, hashes, blocks, room=0, staged=self.blocks.holds)
-        return self.hint(key, prompt, priority, at_ns, Announced(0, until_ns) if until_ns else None)
+        blocks, announced = range(local, len(hashes) // size), Announced(0, until_ns) if until_ns else None
+        return self.arrives(key, ONE_GROUP, hashes, blocks, priority, at_ns, announced, room=0)
 
     def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:
         """The store says how many blocks it has, and which of those behind the local ones lie on a disk."""
@@ -137,6 +160,11 @@ def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Plann
 
 
 ONE_GROUP = Groups((Group(Kind.FULL, 1),), 1)
+SHAPES = [
+    Groups((Group(Kind.WINDOW, 2, 5), Group(Kind.FULL, 2)), 2),
+    Groups((Group(Kind.FULL, 2), Group(Kind.WINDOW, 4, 7), Group(Kind.STATE, 4)), 2),
+    Groups((Group(Kind.CHUNK, 2, 8), Group(Kind.FULL, 4)), 1),
+]
 
 
 def request_of(number: int, names: Sequence[int]) -> Request:
