@@ -54,7 +54,7 @@ from tests.scheduler.shape import base_config, cache_config, sized
 from tests.support import scheduler_checks
 from tests.support.clock import Clock
 
-from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink
+from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink, FakeWorkerLink
 
 MAX_MODEL_LEN = 512
 GROUPS = Groups((Group(Kind.FULL, BLOCK),), BLOCK)
@@ -119,19 +119,6 @@ class PeerConnector(OtherConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.lost
-
-
-class _WorkerLink:
-    """A worker's link that has every epoch mapped."""
-
-    def __init__(self, session: WorkerSession) -> None:
-        self._session = session
-
-    def start(self) -> None: ...
-    def close(self) -> None: ...
-    def keep(self, live_epochs: Sequence[int]) -> None: ...
-    def mapped(self, epoch: int) -> WorkerSession | None:
-        return self._session if epoch == self._session.epoch else None
 
 
 @dataclass(frozen=True)
@@ -337,7 +324,7 @@ class RealEngine:
         attached = Attached(
             epoch=self.daemon.layout.epoch, segment_bytes=segment.size_bytes, slot_count=slots, slot_bytes=BLOCK_BYTES
         )
-        link = _WorkerLink(WorkerSession(attached, segment))
+        link = FakeWorkerLink(WorkerSession(attached, segment))
         blocks = cache.num_blocks
         memory = torch.zeros(LAYERS, blocks, BLOCK, 1, BLOCK_BYTES // LAYERS // BLOCK, dtype=torch.uint8)
         tensors = {f"layer0.{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}

@@ -154,21 +154,6 @@ def test_a_slab_is_mapped_and_given_up_with_its_session(device: Device, slab: Ca
     assert len(descriptors_of(os.getpid())) == before
 
 
-def test_a_hundred_attachments_leave_nothing(device: Device, slab: Callable[[], int]) -> None:
-    """Also those that end while their slots are being pinned."""
-    before = len(descriptors_of(os.getpid()))
-    for n in range(100):
-        made = session(device, slab())
-        cache = made.device_cache
-        assert cache is not None
-        if n % 2:
-            eventually(lambda cache=cache: cache.pinned == SLOTS)  # type: ignore[misc]
-        del made
-        assert cache.join(10)
-    del cache  # it holds the last segment's mapping
-    assert len(descriptors_of(os.getpid())) == before
-
-
 @pytest.mark.parametrize(
     "fail", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 )

@@ -17,7 +17,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvprefetch.connector.compat import CacheHitSource
-from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
@@ -25,12 +24,6 @@ from .fakes import BLOCK, Engine
 from .real import RealEngine
 
 asks_for_sources = pytest.mark.skipif(CacheHitSource is None, reason="vLLM asks for the sources of a hit from 0.32 on")
-
-
-def connector_of(engine: Engine) -> KVPrefetchConnector:
-    connector = object.__new__(KVPrefetchConnector)
-    connector.scheduler_side, connector.worker_side = engine.side, None
-    return connector
 
 
 def saved(engine: Engine, blocks: int = 3, **fields: Any) -> int:
@@ -43,7 +36,7 @@ def saved(engine: Engine, blocks: int = 3, **fields: Any) -> int:
 
 def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     engine = Engine(publish=True)
-    connector = connector_of(engine)
+    connector = engine.hooks
     engine.daemon.credits.grant([7, 8, 9])
     lora = LoRARequest("adapter", 4, "/adapter")
     save_id = saved(engine, lora_request=lora, session_id="s")
@@ -73,7 +66,7 @@ def test_extra_keys_are_those_of_each_block() -> None:
     lora = LoRARequest("adapter", 4, "/adapter")
     save_id = saved(engine, 4, cache_salt="s", mm_features=[image, later], lora_request=lora)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7, 8, 9, 10]))
-    assert [event.extra_keys for event in connector_of(engine).take_events()] == [
+    assert [event.extra_keys for event in engine.hooks.take_events()] == [
         [("adapter", ("cat", BLOCK - 4), "s")],
         [("adapter", ("cat", -4))],
         [("adapter", ("dog", 3))],
@@ -136,19 +129,19 @@ def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
         engine.step()
     engine.acknowledge(meta, failed=[save_id] if how == "failed copy" else [])
     engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
-    assert list(connector_of(engine).take_events()) == []
+    assert list(engine.hooks.take_events()) == []
 
 
 def test_without_kv_events_nothing_is_prepared() -> None:
     engine = Engine(credits=[7])
     save_id = saved(engine, 1)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
-    assert list(connector_of(engine).take_events()) == []
+    assert list(engine.hooks.take_events()) == []
 
 
 def test_events_and_sources_reach_vllm_through_multi_connector() -> None:
     engine = Engine(publish=True, credits=[7])
-    child = connector_of(engine)
+    child = engine.hooks
     other = SimpleNamespace(take_events=lambda: ["other"])
     parent = object.__new__(MultiConnector)
     parent._connectors = [other, child]
@@ -196,7 +189,7 @@ def test_hit_sources_tell_disk_from_memory_and_always_add_up(disk: int | None, s
     """vLLM reports a sum that differs as unspecified. Nothing is guessed that the daemon has not reported."""
     engine = Engine()
     request = loaded(engine, disk=disk)
-    found = connector_of(engine).get_external_cache_hit_sources(request, 3 * BLOCK)
+    found = engine.hooks.get_external_cache_hit_sources(request, 3 * BLOCK)
     assert {source.name: tokens for source, tokens in found.items()} == sources
 
 
@@ -206,6 +199,6 @@ def test_the_source_of_another_request_s_load_is_not_used() -> None:
     assert engine.side.disk_tokens(engine.add("first", BLOCK + 1)) is None
     loaded(engine, disk=3)
     other = engine.add("other", BLOCK + 1)
-    sources = connector_of(engine).get_external_cache_hit_sources(other, BLOCK)
+    sources = engine.hooks.get_external_cache_hit_sources(other, BLOCK)
     assert sources == {CacheHitSource.EXTERNAL_UNSPECIFIED: BLOCK}
     assert engine.daemon.flag("hit").state == FlagState.CLAIMED

@@ -62,15 +62,6 @@ def test_a_load_names_each_groups_blocks_and_the_slots_that_hold_them() -> None:
     assert (list(order.block_ids), list(order.slots)) == ([14, 15, 22, 23, 24, 25, 26], slots)
 
 
-def test_where_the_local_prefix_grew_only_the_rest_is_loaded() -> None:
-    engine = make_engine()
-    request = engine.add("r", 6 * BLOCK + 5, local=BLOCK)
-    slots = stage(engine, "r", 6)
-    assert engine.match(request, 5 * BLOCK) == (BLOCK, True)
-    order = allocated(engine, request, BLOCK)
-    assert (list(order.block_ids), list(order.slots)) == ([15, 26], [slots[1], slots[-1]])
-
-
 @pytest.mark.parametrize(
     "tables",
     [

@@ -29,20 +29,11 @@ def test_a_hint_names_every_full_block_but_leaves_a_token_to_compute() -> None:
     assert engine.daemon.flag("local") == (1, FlagState.HINTED, 0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "local", "fields"),
-    [
-        (BLOCK, 0, {}),
-        (3, 0, {}),
-        (3 * BLOCK, 2 * BLOCK, {}),
-        (3 * BLOCK, 0, {"resumable": True}),
-        (3 * BLOCK, 0, {"skip_reading_prefix_cache": True}),
-    ],
-)
-def test_requests_left_alone(tokens: int, local: int, fields: dict[str, bool]) -> None:
-    """Too short, all local, resumable, or not reading the prefix cache: no hint, nothing to load."""
+@pytest.mark.parametrize(("tokens", "local"), [(BLOCK, 0), (3, 0), (3 * BLOCK, 2 * BLOCK)])
+def test_requests_left_alone(tokens: int, local: int) -> None:
+    """Too short, or all local: no hint, nothing to load."""
     engine = Engine()
-    request = engine.add("r", tokens, local=local, **fields)
+    request = engine.add("r", tokens, local=local)
     assert engine.match(request) == NOTHING
     engine.allocate(request, 0)
     engine.daemon.drain()

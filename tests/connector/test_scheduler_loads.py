@@ -119,18 +119,6 @@ def test_a_miss_is_settled_without_a_second_hint() -> None:
     assert engine.daemon.unreturned() == []
 
 
-def test_the_local_hit_may_grow_after_an_answer() -> None:
-    """The answer is relative to the local hit of this very call."""
-    engine = Engine()
-    request = engine.add("r", 5 * BLOCK)
-    engine.daemon.stage("r", 4, slots=[1, 2, 3, 4])
-    assert engine.match(request, 2 * BLOCK) == (2 * BLOCK, False)
-    assert engine.match(request, 3 * BLOCK) == (BLOCK, False)
-    ids = engine.allocate(request, BLOCK, local=3 * BLOCK)
-    (load,) = engine.step().loads
-    assert (list(load.block_ids), list(load.slots)) == ([ids[3]], [4])
-
-
 def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
     engine = Engine(wait_timeout_ms=100)
     late, nothing = engine.add("late", 4 * BLOCK), engine.add("nothing", 4 * BLOCK)

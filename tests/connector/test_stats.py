@@ -112,35 +112,6 @@ def test_the_documentation_names_every_counter() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(COUNTERS)
 
 
-def test_waiting_is_counted_from_the_first_question_to_the_answer() -> None:
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    for _ in range(3):
-        assert engine.match(request)[0] is None
-        engine.clock.advance_ms(2)
-    engine.daemon.stage("r", 2)
-    assert engine.match(request) == (2 * BLOCK, False)
-    assert engine.side.counters["waits"] == 1
-    assert engine.side.counters["wait_ns"] == 6_000_000
-    engine.match(request)
-    assert engine.side.counters["waits"] == 1
-
-
-def test_the_worker_counts_bytes_and_time_and_reports_them_once() -> None:
-    from kvprefetch.connector.metadata import KVPrefetchMetadata, SaveOrder
-
-    from .test_worker import EPOCH, load, make
-
-    worker, _, _, _ = make()
-    worker.load(KVPrefetchMetadata(loads=[load()]))
-    worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
-    stats = worker.tally.take()
-    assert stats is not None
-    assert (stats.data["load_bytes"], stats.data["save_bytes"]) == (32, 16)
-    assert stats.data["load_seconds"] > 0
-    assert worker.tally.take() is None
-
-
 def test_each_role_reports_its_own_side_and_nothing_when_there_is_nothing() -> None:
     connector = object.__new__(KVPrefetchConnector)
     connector.scheduler_side, connector.worker_side = None, None

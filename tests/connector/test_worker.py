@@ -24,23 +24,11 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 
+from .fakes import FakeWorkerLink
+
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
 ONE_GROUP = Groups((Group(Kind.FULL, 16),), 16)
 ALONE = RankKeys(("m@tp_rank:0@",), 1, 0)
-
-
-class FakeLink:
-    """Only the epochs."""
-
-    def __init__(self, session: WorkerSession) -> None:
-        self.sessions = {session.epoch: session}
-        self.kept: list[tuple[int, ...]] = []
-
-    def mapped(self, epoch: int) -> WorkerSession | None:
-        return self.sessions.get(epoch)
-
-    def keep(self, live_epochs: tuple[int, ...]) -> None:
-        self.kept.append(live_epochs)
 
 
 class Fence:
@@ -62,7 +50,7 @@ def make(
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
     session = WorkerSession(attached, segment)
-    side = WorkerSide(FakeLink(session), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
+    side = WorkerSide(FakeWorkerLink(session), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
     return side, cache, session.rows, paged
 
 
@@ -95,19 +83,22 @@ def test_a_load_fills_its_blocks_and_is_reported_once(asynchronous: bool) -> Non
     assert link.kept == [(EPOCH,)], "what no step names any more may be unmapped"
 
 
-def test_bytes_that_came_from_device_memory_are_counted() -> None:
-    """Of 16 bytes a block; the device's slots follow the host's."""
+def test_bytes_are_counted_and_those_that_came_from_device_memory() -> None:
+    """A block has 16 bytes; the device's slots follow the host's."""
     worker, _, rows, _ = make()
     link: Any = worker.link
     session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=None)
     worker.load(KVPrefetchMetadata(loads=[load()]))
-    assert (worker.tally.take() or KVPrefetchStats()).data["load_bytes"] == 32
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
+    counted = (worker.tally.take() or KVPrefetchStats()).data
+    assert (counted["load_bytes"], counted["save_bytes"]) == (32, 16)
     copies: Any = SimpleNamespace(run=lambda copies, **_: None)
     worker.copies, session.device_cache = copies, SimpleNamespace(slots=2)
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
     counted = (worker.tally.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)
     assert 0 < counted["load_seconds"] < 60
+    assert worker.tally.take() is None
 
 
 def test_metadata_shown_twice_is_done_once() -> None:
@@ -171,18 +162,6 @@ def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() 
     assert [int(row[0]) for row in rows] == [1, 2, 3, 200]
     report = reported(worker)
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, set())
-
-
-def test_nothing_is_reported_before_a_devices_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, _, _, paged = make()
-    fence = Fence()
-    monkeypatch.setattr(paged, "fence", lambda: fence)
-    worker.load(KVPrefetchMetadata(loads=[load(asynchronous=True)]))
-    assert worker.received() == set()
-    assert worker.report() is None
-    fence.done = True
-    assert worker.received() == {"r1"}
-    assert reported(worker).loads == {1: 1}
 
 
 def test_reports_of_ranks_add_up() -> None:
@@ -260,6 +239,7 @@ def test_what_is_done_is_reported_though_something_longer_still_runs(monkeypatch
     monkeypatch.setattr(paged, "fence", lambda: next(waiting))
     worker.load(KVPrefetchMetadata(loads=[load(1, asynchronous=True)]))
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2])]))
+    assert (worker.received(), worker.report()) == (set(), None)
     fences[1].done = True
     report = reported(worker)
     assert (report.loads, report.saves) == ({}, {9: 1})

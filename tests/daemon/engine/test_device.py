@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -312,14 +311,6 @@ def test_a_slab_stays_with_a_worker_that_outlives_its_epoch(daemon: Daemon) -> N
     assert machine().memories() == 1
     engine.close()
     eventually(lambda: machine().left() == {}, what=lambda: machine().left())
-
-
-@pytest.mark.store
-def test_a_slab_has_nothing_of_another_users_kv(daemon: Daemon) -> None:
-    """Whatever was in the memory before."""
-    engine = engine_at(daemon)
-    size = DEVICE_SLOTS * BLOCK
-    assert ctypes.string_at(engine.slabs[0].address, size) == bytes(size)
 
 
 @pytest.mark.store

@@ -22,7 +22,7 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import board
 from kvprefetch.daemon.telemetry.board import METRICS_BYTES, STATUS_BYTES, Board
 from tests.lab.daemon import Daemon
-from tests.lab.process import free_ports, frozen
+from tests.lab.process import free_ports
 from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import AS_NOBODY
@@ -191,15 +191,6 @@ def test_commands_and_the_http_server_answer_while_the_loop_hangs(serve: Serve, 
     assert (status, "main loop hangs" in said) == (503, True)
     assert "kvprefetchd_loop_age_seconds" in get(port, "/metrics")[1]
     daemon.sigkill()
-
-
-def test_a_frozen_process_answers_too(serve: Serve) -> None:
-    daemon = serve()
-    at = ("--socket", str(daemon.socket))
-    eventually(lambda: health(daemon.socket).startswith("ready"), 30, "readiness")
-    with frozen(daemon.pid):
-        eventually(lambda: "the main loop hangs" in health(daemon.socket), 30, "a late heartbeat")
-        assert f"pid {daemon.pid}" in kvprefetchd("status", *at).stdout
 
 
 def test_it_has_no_request_ids(serve: Serve) -> None:
