@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,10 @@ class EngineSpec:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 2048
     num_gpu_blocks: int | None = None
-    """Blocks in the KV pool; None lets vLLM fill ``kv_space_gib``."""
+    """Blocks in the KV pool; None lets vLLM fill a GiB."""
     kv_transfer: KVTransfer | None = None
-    enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     scheduling_policy: str = "fcfs"
-    kv_space_gib: int = 1
     enforce_eager: bool = True
     threads: int = 1
     """OpenMP threads of each worker."""
@@ -79,7 +77,7 @@ class EngineSpec:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "num_gpu_blocks_override": self.num_gpu_blocks,
             "kv_transfer_config": self.kv_transfer,
-            "enable_prefix_caching": self.enable_prefix_caching,
+            "enable_prefix_caching": True,
             "tensor_parallel_size": self.tensor_parallel_size,
             "scheduling_policy": self.scheduling_policy,
             "enforce_eager": self.enforce_eager,
@@ -96,7 +94,7 @@ class EngineSpec:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_HOST_IP": self.host_ip,
             "VLLM_LOGGING_LEVEL": "INFO",  # tests read what the connector logs
             "OMP_NUM_THREADS": str(self.threads),
@@ -216,16 +214,14 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         *,
         timeout_s: float = 120.0,
-        on_event: Callable[[Event], None] | None = None,
         **options: Any,
     ) -> Pass:
         """Serve ``prompts`` greedily and wait for all of them; ``options`` are those of :meth:`begin`.
 
-        ``on_event`` receives ``{"event": "first_token" | "finished", "index": i}`` while the pass runs. Raises
-        EngineError when a request has not ended after ``timeout_s``.
+        Raises EngineError when a request has not ended after ``timeout_s``.
         """
-        self.begin(prompts, timeout_s=timeout_s, events=on_event is not None, **options)
-        return self.finish(timeout_s=timeout_s + 10, on_event=on_event)
+        self.begin(prompts, timeout_s=timeout_s, events=False, **options)
+        return self.finish(timeout_s=timeout_s + 10)
 
     def begin(
         self,
@@ -267,9 +263,9 @@ class Engine:
             },
         )
 
-    def finish(self, *, timeout_s: float = 130.0, on_event: Callable[[Event], None] | None = None) -> Pass:
+    def finish(self, *, timeout_s: float = 130.0) -> Pass:
         """The result of the pass that :meth:`begin` started."""
-        answer = self._answer(timeout_s, on_event)
+        answer = self._answer(timeout_s)
         requests = [RequestResult(**each) for each in answer["requests"]]
         return Pass(requests=requests, total_s=answer["total_s"], steps=answer["steps"])
 
@@ -298,7 +294,7 @@ class Engine:
     def command(self, message: Mapping[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
         """Send one command and wait for its answer."""
         self._write(self._running(), message)
-        return self._answer(timeout_s, None)
+        return self._answer(timeout_s)
 
     def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._child is None:
@@ -311,17 +307,15 @@ class Engine:
         child.stdin.write(json.dumps(message).encode() + b"\n")
         child.stdin.flush()
 
-    def _answer(self, timeout_s: float, on_event: Callable[[Event], None] | None) -> dict[str, Any]:
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._read(deadline - time.monotonic())
             if "event" in message:
-                if on_event is not None:
-                    on_event(message)
-            elif message["ok"]:
+                continue
+            if message["ok"]:
                 return message
-            else:
-                raise EngineError(f"{message['error']}\n--- log of the engine\n{process.tail(self.log)}")
+            raise EngineError(f"{message['error']}\n--- log of the engine\n{process.tail(self.log)}")
 
     def _read(self, timeout_s: float) -> dict[str, Any]:
         child = self._running()

@@ -128,7 +128,7 @@ class Child:
         order = deque(sorted(range(len(prompts)), key=arrivals.__getitem__))
         users = [0.0] * (message["concurrency"] or len(prompts))  # when each may send its next request
         pauses: list[float] = message["pauses_s"] or [0.0] * len(prompts)
-        aborts = {each["index"]: each for each in message["aborts"]}
+        aborts = {each["index"]: each["after_steps"] for each in message["aborts"]}
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **message["sampling"]}
         max_tokens: list[int] = message["max_tokens"]
         self._passes += 1
@@ -179,7 +179,7 @@ class Child:
                     heapq.heappush(users, seen + pauses[request.index])
             for request_id in list(outstanding) if aborts else ():
                 request = requests[request_id]
-                if request.index in aborts and _due(aborts[request.index], request, steps):
+                if request.index in aborts and steps - request.added_step >= aborts[request.index]:
                     engine.abort_request([request_id])
                     self._end(request, now(), "abort", outstanding, message["events"])
                     heapq.heappush(users, now() + pauses[request.index])
@@ -227,13 +227,6 @@ def _let_numba_be_imported_first() -> None:
         return answer(self, name)
 
     library.__getattr__ = getattr_
-
-
-def _due(abort: dict[str, Any], request: _Request, steps: int) -> bool:
-    tokens, after_steps = abort["after_tokens"], abort["after_steps"]
-    if tokens is not None and len(request.tokens) >= tokens:
-        return True
-    return after_steps is not None and steps - request.added_step >= after_steps
 
 
 def main() -> None:

@@ -47,11 +47,10 @@ class LMCache(Programs):
 
     name, start_timeout_s, term_s = "lmcache", 180.0, 5.0
 
-    def __init__(self, python: Path, *, link: LimitedLink | None = None, memory_gib: float = 1.0) -> None:
+    def __init__(self, python: Path, *, link: LimitedLink | None = None) -> None:
         super().__init__()
         self._python = python
         self._link = link
-        self._memory_gib = memory_gib
         self._shared_memory = f"kvl-lmcache-{os.getpid()}"
         self._redis_address = ("127.0.0.1" if link is None else link.remote_ip, 0)
         self._port = self._http_port = 0
@@ -105,7 +104,7 @@ class LMCache(Programs):
         server = [str(self._python), "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
         server += ["--port", str(self._port), "--http-port", str(self._http_port)]
         server += ["--prometheus-port", str(prometheus), "--chunk-size", str(CHUNK_TOKENS)]
-        server += ["--l1-size-gb", str(self._memory_gib), "--eviction-policy", "LRU"]
+        server += ["--l1-size-gb", "1", "--eviction-policy", "LRU"]
         # How an engine on a CPU wants to move its blocks: out of memory that both see.
         server += ["--supported-transfer-mode", "engine_driven", "--no-l1-use-lazy", "--shm-name", self._shared_memory]
         server += ["--l2-adapter", json.dumps({"type": "resp", "host": host, "port": port})]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort request ``index`` of a pass when it has so many output tokens, or so many steps after it was added."""
+    """Abort request ``index`` of a pass so many steps after it was added."""
 
     index: int
-    after_tokens: int | None = None
-    after_steps: int | None = None
+    after_steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,6 @@ def explore(
     examples: int,
     *,
     seeded: bool = True,
-    shrink: bool = False,
     prepare: Callable[[Engine], None] | None = None,
     **changes: Any,
 ) -> Counter[str]:
@@ -233,7 +232,7 @@ def explore(
         database=None,
         print_blob=True,
         report_multiple_bugs=False,
-        phases=[Phase.explicit, Phase.generate] + [Phase.shrink] * shrink,
+        phases=[Phase.explicit, Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(shape=shapes, schedule=schedules)

@@ -78,8 +78,8 @@ GPUS = tuple(Gpu(each) for each in UUIDS)
 class Machine:
     """A folder that stands for a machine with GPUs; processes with `environment` are on it."""
 
-    def __init__(self, gpus: Sequence[Gpu] = GPUS, lag_us: int = 300) -> None:
-        self.gpus, self.lag_us = gpus, lag_us
+    def __init__(self, gpus: Sequence[Gpu] = GPUS) -> None:
+        self.gpus = gpus
         self.folder = Path(tempfile.mkdtemp(prefix=f"fakecuda-{os.getpid()}-", dir="/dev/shm"))
         for part in ("memory", "faults"):
             (self.folder / part).mkdir()
@@ -92,7 +92,7 @@ class Machine:
     @property
     def environment(self) -> dict[str, str]:
         """Return what puts a process that it starts with on this machine; its driver is the fake one."""
-        here = {"FAKECUDA_DIR": str(self.folder), "FAKECUDA_LAG_US": str(self.lag_us), "FAKECUDA_KERNELS": str(KERNELS)}
+        here = {"FAKECUDA_DIR": str(self.folder), "FAKECUDA_LAG_US": "300", "FAKECUDA_KERNELS": str(KERNELS)}
         path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
         return here | {"LD_LIBRARY_PATH": str(library().parent), "PYTHONPATH": path}
 
