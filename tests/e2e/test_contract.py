@@ -1,14 +1,12 @@
-"""The scheduler's contract with a real engine: long queues, resets, modes and roles."""
+"""The scheduler's contract with a real engine: resets, modes and roles."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import PATIENT, At, Site, hits, served
-from tests.lab.daemon import Daemon
+from tests.e2e.conftest import Site, hits, served
 from tests.lab.engine import Engine
 from tests.lab.prompts import make_prompts
-from tests.support.auditor import ask_daemon
 
 PROMPTS = make_prompts(6, 300, seed=41)
 HITS = hits(PROMPTS)
@@ -26,26 +24,6 @@ def filled(site: Site, right: list[list[int]]) -> Engine:
     assert engine.run(PROMPTS).tokens == right
     site.fresh(engine)
     return engine
-
-
-@pytest.mark.shows("queues longer than staging")
-def test_a_queue_longer_than_the_staging_area_is_served_in_full(at: At, plain: Engine) -> None:
-    """Staging for about two requests, forty waiting."""
-    prompts = make_prompts(40, 300, seed=44)
-    right = plain.run(prompts, max_tokens=8).tokens
-    with Daemon(memory="128MiB", staging="2MiB", extra=PATIENT) as daemon:  # 32 slots of 64 KiB; a prompt has 9 blocks
-        site = at(daemon)
-        engine = site.engine()
-        passes = 0
-        while sum(line["stored_blocks"] for line in daemon.records("save.done")) < 40 * 9:
-            passes += 1
-            assert passes <= 12, "saving by credit makes progress in every pass"
-            assert engine.run(prompts, max_tokens=8).tokens == right
-            site.fresh(engine)
-        served(engine.run(prompts, max_tokens=8), right, hits(prompts))
-        assert ask_daemon(daemon.socket).engines[0]["slots"] == 24
-        site.assert_idle()
-        engine.stop()
 
 
 @pytest.mark.shows("reset of the connector")

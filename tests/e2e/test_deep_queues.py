@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import PATIENT, hits, served
-from tests.e2e.deep import Pair, fill, finished, patient, wishing
+from tests.e2e.deep import Pair, fill, finished, patient
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Abort
@@ -88,17 +88,6 @@ def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, 
     served(narrow.finish(), right.queue, hits(QUEUE))
     fetched = narrow.counters()["fetched_blocks"] - before["fetched_blocks"]
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
-
-
-@pytest.mark.stress  # the tokens of late and recomputed requests: test_waiting.py, with fewer
-def test_two_hundred_waiting_that_take_what_pays(cluster: Store, narrow: Pair, right: Right) -> None:
-    """The same queue under the default policy: the machine decides how many recompute, but not the tokens."""
-    with frozen(cluster.node_pid):
-        narrow.begin(QUEUE, max_tokens=8, sampling=wishing(wait_policy="adaptive"))
-        narrow.engine.wait_event("first_token")
-    result = narrow.finish()
-    assert finished(result)
-    assert result.tokens == right.queue
 
 
 def test_a_prefix_shared_by_ninety_percent_is_fetched_once(wide: Pair, right: Right) -> None:

@@ -7,13 +7,15 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import BLOCK, hits, served
-from tests.e2e.deep import Pair, fill, finished, patient
+from tests.e2e.deep import Pair, fill, finished, patient, wishing
 from tests.lab import control
 from tests.lab.checkpoint import TINY
 from tests.lab.daemon import Daemon
@@ -97,6 +99,24 @@ def test_a_frozen_store_holds_nobody_past_the_deadline(
         assert after.tokens == right
         assert time.monotonic() < thawed + 30, "what is in the store is served again"
     assert after.tokens == right
+
+
+@pytest.mark.shows("store that hangs or dies")
+def test_a_store_that_stands_still_delays_nobody_for_long(cluster: Store, pair: Pair, right: list[list[int]]) -> None:
+    """With `adaptive` no request waits for a bound of ten minutes, with `best_effort` none waits at all."""
+
+    def counters_after(**wishes: Any) -> Counter[str]:
+        assert pair.engine.reset_prefix_cache()
+        served = pair.engine.run(PROMPTS[:4], max_tokens=8, sampling=wishing(**wishes), timeout_s=60)
+        assert served.tokens == right[:4]
+        return Counter(pair.engine.call("tests.e2e.probes:counters"))
+
+    with frozen(cluster.node_pid):
+        before = counters_after(wait_policy="adaptive", wait_timeout_ms=600_000)
+        after = counters_after(wait_policy="best_effort")
+        assert after["waits"] == before["waits"], "best_effort waited"
+        assert counters_after(wait_policy="soon")["bad_overrides"] >= 1
+    pair.assert_idle(DEAD_PEER_S)
 
 
 @pytest.mark.stress

@@ -11,6 +11,7 @@ from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.support.waiting import eventually
 
 PROMPTS = make_prompts(8, 300, seed=31)
@@ -116,5 +117,27 @@ def test_a_frozen_daemon_holds_no_request_past_the_deadline(at: At, right: list[
         site.fresh(engine)
         with frozen(daemon.pid):
             assert served(engine.run(PROMPTS, timeout_s=60), right).total_s < 30
+        site.assert_idle()
+        engine.stop()
+
+
+@pytest.mark.stress  # whether the daemon is back before the last one's turn comes is a race on a busy machine
+def test_a_daemon_that_restarts_under_a_queue_is_hinted_again(at: At, cluster: Store, right: list[list[int]]) -> None:
+    """The old daemon knew the waiting requests, the new one does not: each is hinted again when its turn comes."""
+    with Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon:
+        site = at(daemon)
+        engine = site.engine(max_num_seqs=1)
+        engine.run(PROMPTS)
+        assert cluster.wait_keys(sum(HITS) // BLOCK) == sum(HITS) // BLOCK
+        site.fresh(engine)
+        # Long answers, one after the other: the last one's turn comes well after the restart.
+        engine.begin(PROMPTS[:4], max_tokens=1500)
+        engine.wait_event("first_token")
+        daemon.sigkill()
+        daemon.start()
+        served = engine.finish()
+        assert [tokens[:32] for tokens in served.tokens] == right[:4]
+        assert served.cached_tokens[-1] == HITS[3]
+        assert engine.call("tests.e2e.probes:counters")["late_hints"] >= 1
         site.assert_idle()
         engine.stop()

@@ -20,7 +20,11 @@ ELSEWHERE = {"kv_connector_module_path": "tests.e2e.elsewhere_connector"}
 
 @needs_cxx
 @pytest.mark.shows("ranks on another node", refused=True)
-@pytest.mark.parametrize(("who", "child"), [("1", False), ("1", True), ("scheduler", False)])
+@pytest.mark.parametrize(
+    ("who", "child"),
+    # tests/connector/test_nodes.py has the others without an engine.
+    [("1", True), *(pytest.param(who, False, marks=pytest.mark.stress) for who in ("1", "scheduler"))],
+)
 def test_an_engine_with_a_process_on_another_node_is_refused_in_one_line(
     site: Site, engines: Callable[..., Engine], tmp_path: Path, who: str, child: bool
 ) -> None:

@@ -29,16 +29,6 @@ def counters(engine: Engine) -> dict[str, int]:
     return found
 
 
-def test_locally_cached_tokens_equal_recomputed_ones(plain: Engine, right: list[list[int]]) -> None:
-    again = plain.run(PROMPTS)
-    assert again.tokens == right
-    assert min(again.cached_tokens) >= 256
-
-
-def test_different_prefixes_give_different_tokens(right: list[list[int]]) -> None:
-    assert len({tuple(tokens) for tokens in right}) == len(PROMPTS)
-
-
 @pytest.mark.shows("saved, then loaded: tokens equal")
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
 def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
