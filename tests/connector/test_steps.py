@@ -80,13 +80,6 @@ def test_a_few_tokens_tell_no_price() -> None:
         assert steps.prefill_ns(1) == math.inf
 
 
-def test_a_long_prefill_leaves_the_time_of_a_step_that_only_decodes() -> None:
-    """The policy takes it for the time to the next visit."""
-    steps = StepTimes()
-    run(steps, [0] * 20 + [2048] * 4 + [0])
-    assert steps.decode_ns == pytest.approx(DECODE_NS)
-
-
 def test_ends_that_never_come_or_come_too_often_do_no_harm() -> None:
     steps = StepTimes()
     steps.ended(5)
