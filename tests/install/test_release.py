@@ -43,9 +43,8 @@ def small(tmp_path: Path) -> Checkout:
     """A repository with a tag, and with no more than decides whether and as what it is released."""
     made = Checkout(tmp_path / "small")
     (made.folder / ".ci").mkdir(parents=True)
-    shutil.copy(ROOT / ".ci/release", made.folder / ".ci")
-    for name in (".gitignore", "pyproject.toml"):
-        shutil.copy(ROOT / name, made.folder)
+    for name in (".ci/describe", ".ci/release", ".gitignore", "pyproject.toml"):
+        shutil.copy(ROOT / name, made.folder / name)
     (made.folder / "CHANGELOG.md").write_text(f"{SECTION}\n")
     made.git("init", "-q")
     made.git("add", ".")
@@ -88,6 +87,7 @@ def test_what_has_not_the_repository_s_tags_is_refused_with_the_cure(small: Chec
 
 @needs_git
 def test_the_version_is_the_tag_s_and_later_builds_are_of_the_next_one(small: Checkout) -> None:
+    """Without the tag, as in a clone without tags, the changelog's last release stands in for it."""
     pytest.importorskip("setuptools_scm")
     asked = [sys.executable, "-m", "setuptools_scm"]
 
@@ -97,6 +97,11 @@ def test_the_version_is_the_tag_s_and_later_builds_are_of_the_next_one(small: Ch
     assert version() == "9.9.9\n"
     small.git("commit", "-qm", "second", "--allow-empty")
     assert version() == "9.10.0.dev1\n"
+    small.git("tag", "--delete", f"v{VERSION}")
+    assert version() == "9.10.0.dev2\n"
+    with (small.folder / "CHANGELOG.md").open("a") as changes:
+        changes.write("\n## [9.0.0] - 2026-11-21\n")
+    assert version() == "9.10.0.dev2\n"
     shutil.rmtree(small.folder / ".git")
     assert version() == "0.0.0+unknown\n"
 
