@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.store.fill import StoreFill
-from kvprefetch.daemon.telemetry import status_page
+from kvprefetch.daemon.telemetry import overview, status_page
 from kvprefetch.daemon.telemetry.board import Picture
 from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.daemon import Daemon
@@ -26,6 +28,16 @@ from tests.support.waiting import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<script>document.title='owned'</script><img src=http://203.0.113.1/x onerror=alert(1)>\x1b[2J\"'&"
+WINDOWS = [(width, scheme) for width in (360, 800, 1400) for scheme in ("light", "dark")]
+# Shows the page in windows of these widths, and says of each: its width, how far its elements reach, and its colour.
+FRAMES = """<!doctype html><body><script>
+addEventListener("load", () => { document.body.textContent = [...document.querySelectorAll("iframe")].map(frame => {
+  const page = frame.contentDocument, ends = [...page.querySelectorAll("*")].map(
+    each => each.getBoundingClientRect().left + Math.max(each.getBoundingClientRect().width, each.scrollWidth));
+  return [frame.clientWidth, Math.ceil(Math.max(...ends)), getComputedStyle(page.body).color].join(" ");
+}).join(";"); });
+</script>"""
+FRAME = '<iframe style="border: 0; width: {}px; height: 900px; color-scheme: {}" srcdoc="{}"></iframe>'
 FILL = {"memory_used_bytes": 512_000_000, "memory_bytes": 1_024_000_000}
 
 
@@ -77,6 +89,29 @@ def test_the_page_shows_engines_store_rates_and_outcomes() -> None:
     assert "no engine is attached" in Page(status_page.page(shown()).decode()).text
 
 
+def test_the_page_has_of_each_engine_what_top_has() -> None:
+    """Each column of `top`, the engine's model, process, user and mode, others' engines, refusals and slow causes."""
+    engine: dict[str, int | str] = {"engine": "first", "model": "llama", "mode": "on", "pid": 77, "uid": 0, "age_s": 7}
+    seen = shown(engine | {"hints": 4321})
+    seen = dataclasses.replace(
+        seen,
+        status={
+            **seen.status,
+            "engine_count": 2,
+            "causes": {"link": [3, 1500.0]},
+            "refused": [{"pid": 78, "uid": 0, "tries": 2, "error": "protocol 3"}],
+        },
+    )
+    text = Page(status_page.page(seen).decode()).text
+    status = overview.as_status(seen.status, seen.health())
+    assert "".join(overview.COLUMNS).lower() in text
+    lines = [*overview.names(status), *overview.others(status), *overview.refused(status)]
+    lines += overview.slow_causes(status)
+    assert len(lines) == 4
+    assert [line for line in lines if line not in text] == []
+    assert "llama, pid 77, user root" in text
+
+
 def test_the_page_says_what_is_wrong() -> None:
     text = Page(status_page.page(shown(store_open=False)).decode()).text
     assert "not ready, serving" in text
@@ -87,7 +122,7 @@ def test_names_from_elsewhere_become_no_markup() -> None:
     """Ids, models and outcomes with markup and control characters are text, and the rest of the page is as without."""
     page, plain = (Page(status_page.page(each).decode()) for each in (hostile(), shown({"engine": "e"})))
     assert page.tags == plain.tags
-    assert page.text.count(HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 4
+    assert page.text.count(HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 5
     assert not {"script", "img", "link", "iframe", "object", "form"} & {tag for tag, _ in page.tags}
     links = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")]
     assert links == ["metrics", "readyz", "healthz"]
@@ -121,22 +156,36 @@ def test_a_real_daemon_has_the_page(serve: Callable[..., Daemon]) -> None:
     eventually(lambda: "no engine is attached" in text(), what="its end")
 
 
+def browse(folder: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--enable-logging=stderr"]
+    return subprocess.run([CHROMIUM, *flags, *options, url], capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_cuts_nothing_in_a_window_of_any_size(tmp_path: Path) -> None:
+    """On a telephone, a tablet and a screen no element reaches beyond the window, and the colours are the scheme's."""
+    page = status_page.page(hostile()).decode()
+    frames = tmp_path / "frames.html"
+    frames.write_text(FRAMES + "".join(FRAME.format(*window, html.escape(page)) for window in WINDOWS))
+    said = browse(tmp_path / "profile", frames.as_uri(), "--dump-dom", "--window-size=1500,900").stdout
+    found = re.findall(r"(\d+) (\d+) (rgb\([\d, ]+\))", said)
+    assert [int(width) for width, _, _ in found] == [width for width, _ in WINDOWS], said
+    assert [(width, reach) for width, reach, _ in found if int(reach) > int(width)] == []
+    assert [colour for _, _, colour in found] == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"] * 3
+
+
 @pytest.mark.stress
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_it_and_runs_nothing(tmp_path: Path) -> None:
     """Headless Chromium: its console is silent, the style applies, and no name from elsewhere became an element."""
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--enable-logging=stderr"]
-
-    def browse(url: str, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([CHROMIUM, *flags, *more, url], capture_output=True, text=True, timeout=120, check=True)
-
     with served(hostile()) as url:
-        page = browse(url, "--dump-dom")
+        page = browse(tmp_path, url, "--dump-dom")
         assert ":CONSOLE" not in page.stderr
         assert "<title>kvprefetchd: ready</title>" in page.stdout
         assert not re.search("<(script|img)", page.stdout)
         assert "&lt;script&gt;" in page.stdout
         picture = tmp_path / "page.png"
-        browse(url, f"--screenshot={picture}", "--window-size=1200,700")
+        browse(tmp_path, url, f"--screenshot={picture}", "--window-size=1200,700")
         assert picture.stat().st_size > 10_000, "more than an empty page"
