@@ -13,6 +13,7 @@ DOCUMENTS = {
 }
 RECORDS = sorted((ROOT / "docs/adr").glob("[0-9]*.md"))
 MAX_RECORDS = 50
+MAX_WORDS = 58_000  # of prose and tables, without code and the days' pages of figures
 # Retired words (docs/glossary.md has ours).  Code in backticks and fences is exempt: users know names as they are.
 RETIRED = re.compile(
     r"\b(tiers?|told|untold|whoever|widths?|stor(?:y|ies)|seats?|(?:staged?|staging) ahead|put_(?:factor|turn))\b",
@@ -62,6 +63,19 @@ def test_links_words_and_files_that_documents_name_are_right() -> None:
         *("README.md: tests/none.py", "README.md: tests/**/test_none_at_all.py"),
     ]
     assert [each for name, text in DOCUMENTS.items() for check in checks for each in check(name, text)] == []
+
+
+def words(name: str, text: str) -> int:
+    """Return how many words a reader meets on this page."""
+    return 0 if name.startswith("docs/benchmarks/") else len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
+
+
+def test_the_documents_are_short() -> None:
+    """What two pages say, one of them says less."""
+    assert words("a.md", "three short words\n```sh\nno word\n```\n") == 3
+    counts = {name: words(name, text) for name, text in DOCUMENTS.items()}
+    longest = sorted(counts.items(), key=lambda count: -count[1])[:9]
+    assert sum(counts.values()) <= MAX_WORDS, f"cut what repeats; the longest pages: {longest}"
 
 
 def faults(name: str, text: str) -> Iterator[str]:

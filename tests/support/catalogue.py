@@ -10,6 +10,7 @@ from typing import NamedTuple
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/EVENTS.md"
 _EVENT = re.compile(r"### `(.+)`\n\n(.+) \((\w+)(; summed once a second)?\)\n")
 _FIELD = re.compile(r"\| `(\w+)` \| (\w+)( or null)?(, may be absent)? \| (.+) \|")
+_NAME = re.compile(r"`(\w+)(\?)?`")
 
 
 class Field(NamedTuple):
@@ -43,11 +44,15 @@ def _fields(text: str) -> dict[str, Field]:
 
 
 def _events() -> Iterator[tuple[str, Event]]:
+    """Yield each event; a field that it names with `?` may be absent."""
     for text in re.split(r"(?=^### )", section("Events"), flags=re.MULTILINE)[1:]:
         match = _EVENT.match(text)
         assert match is not None, text
-        yield match[1], Event(match[3], match[2], bool(match[4]), _fields(text))
+        names = _NAME.findall(text[match.end() :])
+        fields = {name: FIELDS[name]._replace(may_be_absent=bool(absent)) for name, absent in names}
+        yield match[1], Event(match[3], match[2], bool(match[4]), fields)
 
 
 COMMON = _fields(section("Fields of every line"))
+FIELDS = _fields(section("Fields"))
 EVENTS = dict(_events())

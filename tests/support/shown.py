@@ -82,6 +82,8 @@ FEATURES = (
     "KV scales per token and head, `--enforce-eager`",
 )
 LEVELS = ("run end to end", "run at scheduler level", "refused")
+# Words of the page's table, which explains them.
+WORDS = dict(zip(("", *LEVELS), ("–", "engines", "scheduler", "refused"), strict=True))
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +114,7 @@ def table() -> str:
             found = {one: {each.level for each in recorded[one] if each.of(feature, family)} for one in series}
             cells = [_cell(found[one]) for one in series]
             if any(cells):
-                lines.append(f"| {feature} | {family} | {' | '.join(cell or 'not run' for cell in cells)} |")
+                lines.append(f"| {feature} | {family} | {' | '.join(WORDS[cell] for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 
