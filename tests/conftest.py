@@ -62,15 +62,36 @@ def pytest_make_collect_report(
     if unlike := [each.nodeid for each in report.result or () if ADDRESS.search(each.nodeid)]:
         report.outcome, report.result = "failed", []
         report.longrepr = "\n".join(["These names differ between test processes; give them ids:", *unlike])
-    absent = re.search(
-        r"ModuleNotFoundError: No module named '([\w.]+)'", str(report.longrepr) if report.failed else ""
-    )
-    if absent and absent[1].split(".")[0] in FROM_SETUP and find_spec(absent[1].split(".")[0]) is None:
+    if report.failed and (absent := lacks(str(report.longrepr))):
         report.outcome = "skipped"
         name = ".".join(collector.path.relative_to(collector.config.rootpath).with_suffix("").parts)
         sys.modules.pop(name, None)  # half of it; another file may import from it
-        report.longrepr = (str(collector.path), 0, f"Skipped: {absent[1]} is not installed (make setup)")
+        report.longrepr = (str(collector.path), 0, absent)
     return report
+
+
+def lacks(failure: str) -> str:
+    """Return the reason to skip what failed so for want of a package that `make setup` installs; empty for others."""
+    absent = re.search(r"^(?:E +)?ModuleNotFoundError: No module named '(\w+)", failure, re.MULTILINE)
+    if absent and absent[1] in FROM_SETUP and find_spec(absent[1]) is None:
+        return f"Skipped: {absent[1]} is not installed (make setup)"
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that imports such a package as it runs."""
+    report = yield
+    if report.failed and (absent := lacks(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, absent)
+    return report
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that starts a store or an engine where only `make setup` would have installed that."""
+    for marker, package in (("store", "mooncake"), ("vllm", "vllm"), ("e2e", "vllm")):
+        if item.get_closest_marker(marker) and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (make setup)")
 
 
 def spread(items: list[pytest.Item]) -> list[pytest.Item]:
