@@ -27,7 +27,7 @@ from .help_page import Command, Group, HelpPage
 
 Arguments: TypeAlias = SimpleNamespace  # of a command, by name
 Run = Callable[[Arguments], int]
-PATH = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path, readable=False)  # what opens it says why it cannot, with the cure
 _UNSET = {"socket_group": "the process's", "master_port": "a free one", "lease_ms": "as the store's"}
 
 SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
@@ -95,7 +95,7 @@ def configuration_options() -> Iterator[click.Option]:
         kind = "SIZE" if name in SIZES else kind_of(field)
         text = f"{field.description or ''} (default: {default_text(name, field)})"
         choices = kind[1:-1].split(",") if kind.startswith("{") else ()
-        shown = click.Choice(choices) if choices else click.Path() if kind == "PATH" else str
+        shown = click.Choice(choices) if choices else click.Path(readable=False) if kind == "PATH" else str
         yield option(f"--{name.replace('_', '-')}", metavar=None if choices else kind, type=shown, help=text)
 
 
