@@ -35,6 +35,7 @@ from ..config.machine import (
     usable_cores,
 )
 from ..config.model import ConfigError, DaemonConfig
+from ..config.sizes import size
 from ..control.listener import check_place
 from ..runtime.requirements import wanted_address_bytes, wanted_bytes
 from ..store import addresses, window
@@ -115,7 +116,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield bad(str(error), "allow memfd_create, or free memory")
         return
     wanted, free = wanted_bytes(config), available_bytes()
-    what = f"{wanted >> 20} MiB for one engine's staging and the store, {free >> 20} MiB available"
+    what = f"{size(wanted)} for one engine's staging and the store, {size(free)} available"
     yield ok(what) if free >= wanted else bad(what, "lower staging or memory, or raise the control group's limit")
 
 
@@ -125,7 +126,7 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
         yield note(f"open files limited to {files}", "LimitNOFILE=65536, or ulimit -n")
     addresses, least = address_bytes(), wanted_address_bytes(config)
     if addresses is not None and addresses < least:
-        what = f"{addresses >> 20} MiB may be mapped, {least >> 20} MiB are needed"
+        what = f"{size(addresses)} may be mapped, {size(least)} are needed"
         yield bad(what, "LimitAS=infinity, or ulimit -v unlimited")
     if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
         what = f"only {threads} more threads can be started, {MIN_THREADS} are needed"
@@ -133,10 +134,10 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = config.mooncake_config is not None and MooncakeSettings.from_file(config.mooncake_config).protocol == "rdma"
     if rdma and locked != resource.RLIM_INFINITY and locked < config.staging:
-        what = f"locked memory limited to {locked >> 20} MiB: RDMA registers all staging"
+        what = f"locked memory limited to {size(locked)}: RDMA registers all staging"
         yield bad(what, "LimitMEMLOCK=infinity, or ulimit -l unlimited")
     else:
-        shown = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 20} MiB"
+        shown = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
         yield ok(f"locked memory: {shown}{'' if rdma else ' (needed for RDMA only)'}; open files: {files}")
 
 
@@ -215,14 +216,14 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(there).free
     if spec.size_bytes is None:
-        what = f"{spec.path}: no size given, {free >> 30} GiB free: it grows until the disk is full"
+        what = f"{spec.path}: no size given, {size(free)} free: it grows until the disk is full"
         yield note(what, 'disk = "DIR:SIZE"')
     elif spec.size_bytes > (room := room_bytes(there, spec.size_bytes, occupied=there == spec.path)):
-        what = f"{spec.path}: up to {spec.size_bytes >> 20} MiB, room for {room >> 20} MiB"
-        kept = f"{MIN_FREE_BYTES >> 20} MiB of the file system stay free"
+        what = f"{spec.path}: up to {size(spec.size_bytes)}, room for {size(room)}"
+        kept = f"{size(MIN_FREE_BYTES)} of the file system stay free"
         yield bad(f"{what}: {kept}", "a smaller size: the store evicts at 90 % of it")
     else:
-        yield ok(f"{spec.path}: up to {spec.size_bytes >> 20} MiB, {free >> 20} MiB free")
+        yield ok(f"{spec.path}: up to {size(spec.size_bytes)}, {size(free)} free")
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:

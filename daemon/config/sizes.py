@@ -32,6 +32,16 @@ def size_text(count: int) -> str:
     return str(count)
 
 
+def size(count: float) -> str:
+    """Format bytes for a screen, in the units of `size_text`, rounded: 512 B, 7.9 MiB, 1 GiB."""
+    units = iter(("B", "KiB", "MiB", "GiB"))
+    for unit in units:
+        if round(abs(count), 1) < 1024:
+            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+        count /= 1024
+    return f"{count:.1f}".removesuffix(".0") + " TiB"
+
+
 def whole_mib(count: int) -> str:
     """Return the text of a measured size, rounded down: 3071MiB."""
     return size_text(max(0, count) >> 20 << 20)

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from ..config.sizes import size
 from .events import Ending
-from .pretty import amount, count, figure, number, printable, size
+from .pretty import amount, count, figure, number, printable
 
 SLOW_SHARE = 0.25  # of the rate of the hour before: well below
 _SLOW_MS = 20.0  # shorter parts have no cause

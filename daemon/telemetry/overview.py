@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...shmring.wire.admin import Status
+from ..config.sizes import size
 from ..store.fill import StoreFill
 from .causes import label
 from .health import Health
-from .pretty import figure, number, printable, size
+from .pretty import figure, number, printable
 
 Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")

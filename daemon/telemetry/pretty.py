@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import IO, Any
 
+from ..config.sizes import size
+
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
 _FETCH = ("hint_seen_ms", "last_byte_ms")
 _MOST = 1e18  # a number beyond it, or not finite, is none of ours
@@ -78,15 +80,6 @@ def number(value: Any) -> str:
     if not isinstance(value, (int, float)):
         return "–"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def size(count: float) -> str:
-    """Format bytes with a decimal unit: 512 B, 7.9 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def printable(text: str) -> str:

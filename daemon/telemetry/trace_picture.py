@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from ..config.sizes import size
 from . import causes
 from .events import Ending
-from .pretty import amount, count, figure, number, printable, size
+from .pretty import amount, count, figure, number, printable
 from .reader import Record
 
 WIDTH = 56

@@ -22,6 +22,7 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.sizes import size
 from kvprefetch.daemon.control.listener import check_place
 from kvprefetch.daemon.store import window
 from tests.daemon.stores import absent_cluster, blocks, stored
@@ -62,7 +63,7 @@ def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
     more = shutil.disk_usage(tmp_path).free - (100 << 20)  # 256 MiB stay free
     (finding,) = findings.disk(load({"disk": f"{tmp_path}:{more}"}))
     assert finding.level == "bad"
-    assert f"{more >> 20} MiB" in finding.what
+    assert f"up to {size(more)}, room for" in finding.what
     (tmp_path / "1.bucket").symlink_to("gone")  # listed, and not there any more when it is looked at
     (finding,) = findings.disk(load({"disk": f"{tmp_path}:64MiB"}))
     assert finding.level == "ok"

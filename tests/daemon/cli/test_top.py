@@ -45,6 +45,7 @@ ENGINE = {
     "slots_idle": 5, "slots_free": 6, "saves_queued": 2, "dropped_hints": 8, "bad_records": 9,
     "slots_unused": 2, "blocks_wasted": 3,
 }  # fmt: skip
+MIB = 1 << 20
 AT_REST = overview.Rates(0.0, 0.0, None)
 
 
@@ -102,15 +103,15 @@ def test_the_description_says_what_is_wrong() -> None:
 
 def slow(request_id: str, engine: str, outcome: str, exposed_ms: float, **changes: Any) -> dict[str, Any]:
     known = {"request_id": request_id, "engine": engine, "outcome": outcome, "exposed_ms": exposed_ms}
-    return {**known, "fetched_bytes": 99_900_000, "ago_s": 118.0, **changes}
+    return {**known, "fetched_bytes": 99.9 * MIB, "ago_s": 118.0, **changes}
 
 
 def test_a_frame_shows_engines_and_slow_requests() -> None:
-    one = slow("cmpl-[red]9", "e", "late", 250.0, fetched_bytes=10_000_000, ago_s=42.0)
-    lines = shown(status(engine(), slowest=[one]), 140, overview.Rates(12.0, 3e6, 0.5))
-    assert [line for line in lines if "12.0 hints/s, fetching 3.0 MB/s, hidden 50 %" in line]
+    one = slow("cmpl-[red]9", "e", "late", 250.0, fetched_bytes=10 * MIB, ago_s=42.0)
+    lines = shown(status(engine(), slowest=[one]), 140, overview.Rates(12.0, 3 << 20, 0.5))
+    assert [line for line in lines if "12.0 hints/s, fetching 3 MiB/s, hidden 50 %" in line]
     line = next(line for line in lines if "cmpl-" in line)
-    assert line.split() == ["250", "ms", "late", "10.0", "MB", "42", "s", "ago", "e", "cmpl-[red]9"]
+    assert line.split() == ["250", "ms", "late", "10", "MiB", "42", "s", "ago", "e", "cmpl-[red]9"]
 
 
 def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
@@ -123,12 +124,12 @@ def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
 
 def test_the_store_s_rates_and_the_causes_are_shown() -> None:
     now = status(
-        rates={"memory": {"now": 1.2e6, "5m": 1.2e6, "hour": 96e6}, "save": {"now": 5e6}},
+        rates={"memory": {"now": 1.2 * MIB, "5m": 1.2 * MIB, "hour": 96 * MIB}, "save": {"now": 5 * MIB}},
         causes={"evicted": [30, 20.0], "link": [92, 80_000.0], "never_stored": [3, 0.0]},
     )
     expected = [
-        "fetches from memory: now 1.2 MB/s, last 5 min 1.2 MB/s, last hour 96.0 MB/s",
-        "puts: now 5.0 MB/s",
+        "fetches from memory: now 1.2 MiB/s, last 5 min 1.2 MiB/s, last hour 96 MiB/s",
+        "puts: now 5 MiB/s",
         "slow in the last five minutes, requests (waited): slow link 92 (80.0 s), evicted 30 (0.02 s), never stored 3 "
         "(0.00 s)",
     ]
@@ -171,7 +172,7 @@ def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     line = next(line for line in lines if line.startswith("4f1c"))
     assert line.split()[1:] == ["3", "1", "4", "76800", "6", "2", "1234567", "75", "%", "75", "%", "10", "%", "8", "9"]
     line = next(line for line in lines if "recomputed" in line)
-    assert line.split()[:9] == ["31.6", "ms", "recomputed", "slow", "link", "99.9", "MB", "118", "s"]
+    assert line.split()[:9] == ["31.6", "ms", "recomputed", "slow", "link", "99.9", "MiB", "118", "s"]
     assert "cmpl-" in line
 
 

@@ -13,7 +13,7 @@ from structlog.testing import LogCapture, capture_logs
 
 from kvprefetch.daemon.config.machine import available_bytes, quota_cores
 from kvprefetch.daemon.config.model import RELOADABLE, ConfigError, DaemonConfig, load
-from kvprefetch.daemon.config.sizes import parse_size, size_text, whole_mib
+from kvprefetch.daemon.config.sizes import parse_size, size, size_text, whole_mib
 from kvprefetch.daemon.config.sources import PREFIX, Sources, resolve
 from kvprefetch.daemon.runtime.reload import reloaded
 from kvprefetch.daemon.telemetry.events import LEVELS
@@ -227,6 +227,18 @@ def test_available_memory_of_an_old_control_group(tmp_path: Path) -> None:
 def test_a_size_is_shown_as_it_may_be_written(count: int, text: str) -> None:
     assert size_text(count) == text
     assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["512B", "1KiB", "1.5MiB", "64MiB", "1GiB", "7.9GiB", "500GiB", "2TiB", "1500TiB"])
+def test_a_screen_has_the_units_of_the_configuration(text: str) -> None:
+    """1GiB is shown as 1 GiB, and what is shown may be written into the configuration."""
+    shown = size(parse_size(text))
+    assert shown.replace(" ", "") == text
+    assert parse_size(shown) == parse_size(text)
+
+
+def test_a_rounded_size_never_has_1024_of_a_unit() -> None:
+    assert [size(count) for count in (0, 1023.99, (1 << 20) - 1, (1 << 40) - 1)] == ["0 B", "1 KiB", "1 MiB", "1 TiB"]
 
 
 def test_a_size_that_was_measured_is_shown_rounded_down() -> None:

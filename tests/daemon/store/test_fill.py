@@ -64,7 +64,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     save(engine, daemon, 0, 8)
     before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB)
     assert (before.memory_bytes, before.memory_evicted_bytes, before.disk_bytes) == (16 * MIB, 0, 0)
-    half = "store: memory 8.4 MB of 16.8 MB (50 %), nothing evicted\n"
+    half = "store: memory 8 MiB of 16 MiB (50 %), nothing evicted\n"
     eventually(lambda: half in said(daemon, "status"), what="the next picture")
 
     save(engine, daemon, 8, 24)

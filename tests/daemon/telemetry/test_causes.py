@@ -13,20 +13,20 @@ from tests.support.mutants import mutants
 
 # Asked early, it waited for its fetch.
 FETCHED = {**LINE, "asked_ms": 0.5, "exposed_ms": 96.7, "nowhere": None}
-MB = 1_000_000
+MB = 1 << 20
 SLOW = {"store_bytes_s": 1.2 * MB, "hour_bytes_s": 96 * MB}
-HOUR = "its last hour 96.0 MB/s"
+HOUR = "its last hour 96 MiB/s"
 QUICK = {**LINE, "asked_ms": 12.0, "claimed_ms": 15.0, "loaded_ms": 20.0, "exposed_ms": 3.0}
 VAIN = {**MISSED, "outcome": "recomputed", "found_blocks": 64, "asked_ms": 0.5, "exposed_ms": 900.0, "ended_ms": 901.0}
 
 
 EXAMPLES: list[tuple[dict[str, Any], str]] = [
-    ({**FETCHED, **SLOW}, f"the link was slow: the store gave 1.2 MB/s; {HOUR}."),
-    ({**FETCHED, **SLOW, "medium": "disk"}, f"the disk was slow: the store gave 1.2 MB/s; {HOUR}."),
+    ({**FETCHED, **SLOW}, f"the link was slow: the store gave 1.2 MiB/s; {HOUR}."),
+    ({**FETCHED, **SLOW, "medium": "disk"}, f"the disk was slow: the store gave 1.2 MiB/s; {HOUR}."),
     ({**LINE, **VAIN, **SLOW, "store_bytes_s": 0}, f"the link was slow: nothing came in time; {HOUR}."),
     (
         {**FETCHED, "hour_bytes_s": 96 * MB},
-        "the transfer took long at the store's usual pace: the store gave 99.0 MB/s; its last hour 96.0 MB/s.",
+        "the transfer took long at the store's usual pace: the store gave 94.4 MiB/s; its last hour 96 MiB/s.",
     ),
     (
         {**FETCHED, "bytes": 1000, "room_ms": 80.0},
@@ -106,7 +106,7 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**LINE, **VAIN, "exposed_ms": 10.0, "ended_ms": 10.5},
-        "the transfer took long at the store's usual pace: the store gave 99.0 MB/s.",
+        "the transfer took long at the store's usual pace: the store gave 94.4 MiB/s.",
     ),
     ({**QUICK, "failed": "corrupt"}, "values in the store were of another size, or corrupt."),
     (
@@ -115,11 +115,11 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
     ),
     (  # 153 ms for places, of which half count
         {**FETCHED, "claimed_ms": 250.0},
-        "the transfer took long at the store's usual pace: the store gave 99.0 MB/s.",
+        "the transfer took long at the store's usual pace: the store gave 94.4 MiB/s.",
     ),
     (
         {**FETCHED, "room_ms": 80.0},  # no room, but its own bytes took as long
-        "the transfer took long at the store's usual pace: the store gave 99.0 MB/s.",
+        "the transfer took long at the store's usual pace: the store gave 94.4 MiB/s.",
     ),
     (
         {**FETCHED, "room_ms": 80.0, "store_bytes_s": None, "hour_bytes_s": 96 * MB},

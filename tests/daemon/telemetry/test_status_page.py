@@ -38,7 +38,7 @@ addEventListener("load", () => { document.body.textContent = [...document.queryS
 }).join(";"); });
 </script>"""
 FRAME = '<iframe style="border: 0; width: {}px; height: 900px; color-scheme: {}" srcdoc="{}"></iframe>'
-FILL = {"memory_used_bytes": 512_000_000, "memory_bytes": 1_024_000_000}
+FILL = {"memory_used_bytes": 512 << 20, "memory_bytes": 1 << 30}
 
 
 class Page(HTMLParser):
@@ -63,7 +63,7 @@ def shown(*engines: dict[str, int | str], store_open: bool = True) -> Picture:
         engines=list(engines),
         engine_count=len(engines),
         outcomes={HOSTILE: 3.0, "loaded": 12.0},
-        rates={"memory": {"now": 1.5e6}},
+        rates={"memory": {"now": 1.5 * (1 << 20)}},
         store=StoreFill().model_dump() | FILL,
     )
 
@@ -84,7 +84,7 @@ def hostile() -> Picture:
 
 def test_the_page_shows_engines_store_rates_and_outcomes() -> None:
     text = Page(status_page.page(shown({"engine": "first", "model": "llama", "mode": "on"})).decode()).text
-    for words in ("ready, serving", "first", "llama", "512.0 MB of 1.0 GB", "now 1.5 MB/s", "loaded"):
+    for words in ("ready, serving", "first", "llama", "512 MiB of 1 GiB", "now 1.5 MiB/s", "loaded"):
         assert words in text
     assert "no engine is attached" in Page(status_page.page(shown()).decode()).text
 

@@ -145,7 +145,7 @@ def test_the_sentence_says_where_the_time_went(changes: dict[str, Any], expected
 def test_bytes_of_several_kv_groups_are_said_to_be_so() -> None:
     """They are more than the prefix's blocks have: each group has blocks of its own."""
     assert not any("KV groups" in line for line in trace_picture.headline({**LINE, "kv_groups": 1}))
-    assert "8.1 MB fetched for 2 KV groups: 8.1 MB from memory" in "\n".join(
+    assert "7.8 MiB fetched for 2 KV groups: 7.8 MiB from memory" in "\n".join(
         trace_picture.headline({**LINE, "kv_groups": 2})
     )
 
