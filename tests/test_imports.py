@@ -25,6 +25,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli"}
         | {"click", "posix_ipc", "waitress"},
     ),
+    "client": ({"daemon", "shmring"}, {"pydantic"}),
 }
 # The only module of the connector that knows differences between releases of vLLM.
 COMPAT = "connector/compat.py"
@@ -48,7 +49,9 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "cupy": ("shmring/gpu/cuda.py",),
 }
 # Parts of ours that a file may import, whatever its folder allows.
-OURS = {"shmring/wire/attach.py": {"kv"}}
+OURS = {"shmring/wire/attach.py": {"kv"}, "daemon/cli/*": {"client"}}
+# What the client shares with the command line: it needs none of the daemon's own packages.
+SHARED = {"config", "door", "telemetry"}
 # folder: rooms, and which other rooms each may import; "" is the folder's own files.  No arrow leads back.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "shmring": {"": set(), "wire": {""}, "gpu": {""}},
@@ -121,7 +124,10 @@ def file_violations(root: Path, path: Path) -> Iterator[str]:
             if not relative:
                 yield f"{where}: imports {'.'.join(target)} absolutely; inside the package imports are relative"
             other = target[1] if len(target) > 1 and target[1] in FOLDERS else ""
-            if other and other != folder and other not in ours | OURS.get(name, set()):
+            also = {part for pattern, parts in OURS.items() if fnmatch(name, pattern) for part in parts}
+            if folder == "client" and other == "daemon" and not SHARED & set(target[2:3]):
+                yield f"{where}: client may not import {'/'.join(target[1:3])}"
+            if other and other != folder and other not in ours | also:
                 yield f"{where}: {folder or 'the root'} may not import {other}"
             rooms = ROOMS.get(folder, {}) if other == folder else {}
             theirs = target[2] if len(target) > 2 and target[2] in rooms else ""
@@ -152,7 +158,7 @@ def around_violations(root: Path, path: Path) -> Iterator[str]:
 def violations(root: Path) -> list[str]:
     """Return every broken rule in the tree under `root`."""
     found: list[str] = []
-    for path in sorted({*root.glob("package/*.py")} - {root / "package/_version.py"}):  # the build writes that one
+    for path in sorted({*root.glob("package/**/*.py")} - {root / "package/_version.py"}):  # the build writes that one
         found += file_violations(root, path)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -202,6 +208,9 @@ DOC = '"""Says what it is for."""\n'
         ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
         ("daemon/planning/blocks.py", "from ..store import errors", "daemon/planning may not import daemon/store"),
         ("daemon/telemetry/metrics.py", "from .. import runtime", "daemon/telemetry may not import daemon/runtime"),
+        ("package/client/api.py", "from ..daemon.engine import epoch", "client may not import daemon/engine"),
+        ("package/client/api.py", "import structlog", "client may not import structlog"),
+        ("daemon/door/app.py", "from ...client import Client", "daemon may not import client"),
         ("package/__init__.py", "from .connector import register", "the root may not import connector"),
         ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
     ],
@@ -228,6 +237,8 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
     """The checker does not cry wolf at the imports the folders are meant to have."""
     allowed = {
         "package/__init__.py": "import os",
+        "package/client/api.py": "from ..daemon.telemetry import reader\nfrom ..shmring import errors",
+        "daemon/cli/status.py": "from ...client import Client",
         "shmring/ring.py": "import struct, numpy\nfrom ._atomics import fence\nfrom . import layout",
         "shmring/wire/records.py": "import struct\nfrom ..layout import WORD_BYTES",
         "shmring/wire/codec.py": "import pydantic\nfrom .records import PROTOCOL",

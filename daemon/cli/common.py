@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, get_args
 import click
 from pydantic.fields import FieldInfo
 
+from ...client.control import SYSTEM_SOCKET, TIMEOUT_S, ask, find_socket
 from ...shmring.wire.admin import Report
 from ...shmring.wire.codec import Message
-from ...shmring.wire.control_socket import default_socket
 from ..config.machine import machine_bytes
 from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
@@ -22,7 +22,6 @@ from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
 from ..store.disk import DiskSpec
 from ..store.settings import MooncakeSettings, SettingsError
-from .client import TIMEOUT_S, ask
 from .help_page import Command, Group, HelpPage
 
 Arguments: TypeAlias = SimpleNamespace  # of a command, by name
@@ -30,7 +29,7 @@ Run = Callable[[Arguments], int]
 PATH = click.Path(path_type=Path, readable=False)  # what opens it says why it cannot, with the cure
 _UNSET = {"socket_group": "the process's", "master_port": "a free one", "lease_ms": "as the store's"}
 
-SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
+EX_UNAVAILABLE = 69
 SOCKET_FILE = {str(SYSTEM_SOCKET): "the control socket of the system's daemon"}
 CONFIGURATION_FILE = {
     "/etc/kvprefetch/kvprefetchd.toml": "the configuration of the systemd service, which names it with --config; a "
@@ -79,13 +78,6 @@ def flag(name: str, text: str) -> click.Option:
 def socket_option() -> click.Option:
     text = f"the daemon's control socket (default: {(path := find_socket(os.environ))})"
     return option("--socket", metavar="PATH", type=PATH, default=path, help=text)
-
-
-def find_socket(environ: Mapping[str, str]) -> Path:
-    """Return $KVPREFETCHD_SOCKET, else the socket of this user's daemon where it exists, else the system's."""
-    own = Path(default_socket(environ))
-    ours = environ.get(f"{PREFIX}SOCKET") or os.path.exists(own)  # False also where this user may not look
-    return own if ours or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
 def configuration_options() -> Iterator[click.Option]:

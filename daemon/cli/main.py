@@ -16,11 +16,11 @@ import click
 from click.shell_completion import shell_complete
 
 from ... import __version__
+from ...client.control import Unavailable
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
 from . import configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
-from .client import EX_UNAVAILABLE, Unavailable
-from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, NO_COLOR, SOCKET_FILE
+from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
 from .help_page import Group, HelpPage
 

@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...client.control import Conversation, Unavailable
 from ...shmring.wire.admin import Status, StatusQuery
 from ..config.model import DaemonConfig
 from ..store.disk import DiskSpec
 from ..telemetry.overview import aligned
 from ..telemetry.pretty import number, printable
-from .client import Conversation, Unavailable
 
 ASKED = 100
 STORE_S = 100.0

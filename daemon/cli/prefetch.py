@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import socket
 import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import Iterator
-from http import HTTPStatus
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import click
 
-from ..config.model import hints_socket
-from ..door.envelope import ACTION, MAX_ACTIONS, VERSION
-from .client import EX_UNAVAILABLE, Unavailable
-from .common import Arguments, SocketPage, declare, flag, option, socket_option
+from ...client import Announced, Busy, Client, Prompt, Unavailable
+from ..door.envelope import MAX_ACTIONS
+from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, socket_option
 from .help_page import Group
 from .prompts import Listed, read
 
@@ -47,7 +42,6 @@ PAGE = SocketPage(
 )
 EX_DATA, EX_INTERRUPTED = 65, 130
 AT_ONCE_BYTES = 4 << 20  # of the lines of one message
-WAIT_MS = 10_000  # in one question what became of a message
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
 PAUSE_S = 1.0  # after more prompts than the door takes in a second
@@ -64,7 +58,7 @@ def add(commands: Group) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    sender = Sender(Door(arguments.socket), arguments.engine, arguments.ttl * 1000, progress=sys.stderr.isatty())
+    sender = Sender(Client(arguments.socket), arguments.engine, arguments.ttl * 1000, progress=sys.stderr.isatty())
     try:
         with opened(arguments.file) as file:
             for line in read(file):
@@ -85,39 +79,12 @@ def run(arguments: Arguments) -> int:
     return 1 if sender.counts["no_room"] or sender.counts["failed"] else 0
 
 
-class Door:
-    """HTTP requests over the door's Unix socket. Raises Unavailable where nobody listens there."""
-
-    def __init__(self, control: Path) -> None:
-        self._path = hints_socket(control)
-
-    def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
-        """Return status and answer."""
-        connection = http.client.HTTPConnection("localhost", timeout=WAIT_MS / 1e3 + 20)
-        where = f"socket={str(self._path)!r}"
-        try:
-            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(connection.timeout)
-            connection.sock.connect(str(self._path))
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        except OSError as error:
-            advice = "start the daemon, or name its control socket with --socket"
-            raise Unavailable(f"no door answers: {where}: {error.strerror or error}", advice) from None
-        except (ValueError, http.client.HTTPException) as error:
-            raise Unavailable(f"the door answered with something else: {where}: {error}") from None
-        finally:
-            connection.close()
-
-
 class Sender:
     """Announces lines in messages of bounded size, each after the end of the one before. Raises Unavailable."""
 
-    def __init__(self, door: Door, engine: str, ttl_ms: int, *, progress: bool) -> None:
-        self._door, self._common, self._progress = door, {"engine": engine, "ttl_ms": ttl_ms}, progress
-        self._lines: list[Listed] = []
+    def __init__(self, client: Client, engine: str, ttl_ms: int, *, progress: bool) -> None:
+        self._client, self._engine, self._ttl_ms, self._progress = client, engine, ttl_ms, progress
+        self._waiting: list[tuple[int, Prompt]] = []  # with the number of its line
         self._bytes, self._shown_s = 0, 0.0
         self.lines, self.engine = 0, ""
         self.bad: list[tuple[int, str]] = []
@@ -127,41 +94,36 @@ class Sender:
     def add(self, line: Listed) -> None:
         """Add a line, which may be a bad one."""
         self.lines += 1
-        if line.error:
+        if line.prompt is None:
             self.bad.append((line.number, line.error))
             return
-        self._lines.append(line)
+        self._waiting.append((line.number, line.prompt))
         self._bytes += line.size
-        if len(self._lines) == MAX_ACTIONS or self._bytes > AT_ONCE_BYTES:
+        if len(self._waiting) == MAX_ACTIONS or self._bytes > AT_ONCE_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Announce the collected lines, and wait until their blocks are staged."""
-        lines, self._lines, self._bytes = self._lines, [], 0
-        if not lines:
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
             return
-        common = {"action_type": ACTION, "action_version": VERSION}
-        actions = [
-            {"action_id": str(each.number), **common, "payload": {**each.payload, **self._common}} for each in lines
-        ]
-        message_id = uuid.uuid4().hex
-        envelope = {"protocol_version": "0.1", "message_id": message_id, "actions": actions}
-        while (asked := self._door.ask("POST", "/v1/kv_hints", envelope))[0] == HTTPStatus.TOO_MANY_REQUESTS:
-            time.sleep(PAUSE_S)
-        answers, pause_s = _actions(*asked), 0.0
-        while any(each["outcome"] in ("deferred", "accepted", "clipped") for each in answers):
-            time.sleep(pause_s)
-            pause_s = PROGRESS_S  # the door answers at once where too many callers wait
-            answers = _actions(*self._door.ask("GET", f"/v1/kv_hints/{message_id}?wait_ms={WAIT_MS}"))
-        for each in answers:
-            self.engine = each["engine"] or self.engine
-            if each["outcome"] == "rejected":
-                self.refused.append((int(each["action_id"]), each["reason"]))
-            blocks = Counter(each["blocks"])
+        numbers, prompts = zip(*waiting, strict=True)
+        for number, each in zip(numbers, self._announced(prompts).wait(), strict=True):
+            self.engine = each.engine or self.engine
+            if each.outcome == "rejected":
+                self.refused.append((number, each.reason))
+            blocks = each.blocks.model_dump()
             self.counts.update(blocks)
-            if each["outcome"] == "completed":  # what was clipped had no room
+            if each.outcome == "completed":  # what was clipped had no room
                 self.counts["no_room"] += blocks["asked"] - blocks["staged"] - blocks["started"] - blocks["missing"]
         self._show()
+
+    def _announced(self, prompts: Sequence[Prompt]) -> Announced:
+        while True:
+            try:
+                return self._client.prefetch(prompts, engine=self._engine, ttl_ms=self._ttl_ms)
+            except Busy:
+                time.sleep(PAUSE_S)
 
     def clear_progress(self) -> None:
         if self._shown_s:
@@ -173,14 +135,6 @@ class Sender:
             self._shown_s = time.monotonic()
             sys.stderr.write(f"\r\x1b[K{counted(self.counts)}")
             sys.stderr.flush()
-
-
-def _actions(_: int, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what became of the actions until now. Raises Unavailable."""
-    if "actions" not in answer:
-        raise Unavailable(str(answer.get("error", answer)))
-    found: list[dict[str, Any]] = answer["actions"]
-    return found
 
 
 def described(sender: Sender) -> str:

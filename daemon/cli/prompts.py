@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
+from ...client import Prompt
 from ..door.envelope import ACTION, VERSION, Action, Bad, payload
 
 MAX_LINE_BYTES = 8 << 20
@@ -13,11 +14,11 @@ FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of
 
 
 class Listed(NamedTuple):
-    """One line: the payload of its announcement, or its error. `size`: in bytes."""
+    """One line: its prompt, or its error. `size`: in bytes."""
 
     number: int
     size: int
-    payload: dict[str, Any]
+    prompt: Prompt | None
     error: str = ""
 
 
@@ -28,10 +29,10 @@ def read(file: IO[bytes]) -> Iterator[Listed]:
             try:
                 yield Listed(number, len(line), parse(line))
             except ValueError as error:
-                yield Listed(number, len(line), {}, str(error))
+                yield Listed(number, len(line), None, str(error))
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Prompt:
     """Parse one line. Raises ValueError in one line, with field, value and bound."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"too long: max_bytes={MAX_LINE_BYTES}")
@@ -45,10 +46,9 @@ def parse(line: bytes) -> dict[str, Any]:
         raise ValueError("a list or an object is wanted")
     found: dict[str, Any] = {FORMER.get(str(name), str(name)): value for name, value in raw.items()}
     try:
-        payload(Action(action_id="line", action_type=ACTION, action_version=VERSION, payload=found))
+        return payload(Action(action_id="line", action_type=ACTION, action_version=VERSION, payload=found))
     except Bad as error:
         raise ValueError(str(error).removeprefix("action line: ")) from None
-    return found
 
 
 def _lines(file: IO[bytes]) -> Iterable[bytes]:

@@ -6,13 +6,13 @@ import os
 import resource
 import sys
 
+from ...client.control import SYSTEM_SOCKET, Unavailable
 from ..config.model import ConfigError
-from .client import EX_UNAVAILABLE, Unavailable
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
+    EX_UNAVAILABLE,
     NO_COLOR,
-    SYSTEM_SOCKET,
     Arguments,
     accepted,
     configuration_options,

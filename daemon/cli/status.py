@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import get_args
 
 import click
 
+from ...client import Client, Unavailable
+from ...client.control import ask
 from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
-from .client import EX_UNAVAILABLE, Unavailable, ask, look
-from .common import Arguments, Real, SocketPage, command_daemon, declare, flag, option, socket_option
+from .common import EX_UNAVAILABLE, Arguments, Real, SocketPage, command_daemon, declare, flag, option, socket_option
 from .help_page import Group
-
-LOOK_S = 0.2
 
 STATUS = SocketPage(
     "print the daemon's mode, store and engines",
@@ -118,46 +114,20 @@ def add(commands: Group) -> None:
 
 
 def run_status(arguments: Arguments) -> int:
-    status = wait_for(arguments.socket, arguments.wait, lambda status: status.alive, ids=True)
-    if isinstance(status, Unavailable):
-        raise status
+    status = Client(arguments.socket).status(wait_s=arguments.wait, slowest=True)
     print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
     return 0 if status.alive else EX_UNAVAILABLE
 
 
 def run_health(arguments: Arguments) -> int:
-    wanted: int = arguments.engines
     word = "alive" if arguments.alive else "ready"
-
-    def good(status: Status) -> bool:
-        return (status.healthy if arguments.alive else status.ready) and status.engine_count >= wanted
-
-    status = wait_for(arguments.socket, arguments.wait, good)
-    if isinstance(status, Unavailable):
-        well, problems, what = False, [str(status)], f"not {word}"
-    else:
-        well, problems = good(status), [*status.problems]
-        if status.engine_count < wanted:
-            problems.append(f"fewer than {wanted}; an engine that is not attached says why in its own log")
-        what = f"{word if well else f'not {word}'}: pid {status.pid}, mode {status.mode}"
-        what += f", engines {status.engine_count}"
-    print(json.dumps({word: well, "problems": problems}) if arguments.json else ": ".join([what, *problems]))
-    return 0 if well else 1
-
-
-def wait_for(
-    socket: Path, wait_s: float, enough: Callable[[Status], bool], *, ids: bool = False
-) -> Status | Unavailable:
-    """Look until the status is `enough`, for `wait_s` at most; return what was seen last."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            seen: Status | Unavailable = look(socket, ids=ids)
-        except Unavailable as error:
-            seen = error
-        if (isinstance(seen, Status) and enough(seen)) or time.monotonic() >= deadline:
-            return seen
-        time.sleep(LOOK_S)
+    found = Client(arguments.socket).health(engines=arguments.engines, wait_s=arguments.wait, alive=arguments.alive)
+    what = word if found.well else f"not {word}"
+    if (status := found.status) is not None:
+        what += f": pid {status.pid}, mode {status.mode}, engines {status.engine_count}"
+    said = {word: found.well, "problems": found.problems}
+    print(json.dumps(said) if arguments.json else ": ".join([what, *found.problems]))
+    return 0 if found.well else 1
 
 
 def run_stat(arguments: Arguments) -> int:

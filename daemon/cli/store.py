@@ -16,6 +16,7 @@ from itertools import islice
 
 import click
 
+from ...client.control import Conversation, Unavailable, ask
 from ...kv.keys import name_of
 from ...shmring.wire.admin import MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES
@@ -23,7 +24,6 @@ from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
-from .client import Conversation, Unavailable, ask
 from .common import Arguments, SocketPage, declare, flag, option, socket_option
 from .help_page import Group
 

@@ -8,24 +8,23 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 
+from ...client.control import Unavailable
+from ...client.explain import explain
 from ...shmring.wire.checks import nearest
 from ..config.model import ConfigError
 from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
-from ..telemetry.trace_picture import explain, explain_json
-from .client import Unavailable
 from .common import NO_COLOR, Arguments, Real, declare, flag, option
 from .help_page import Group, HelpPage
 
 UNIT = "kvprefetchd.service"
-NAMED = 5  # ids in the error, when a part of one fits several
 FILE = {"FILE": "the log, the standard output of serve; - or nothing: standard input"}
 TAIL = HelpPage(
     "print the log as readable lines",
@@ -244,33 +243,9 @@ def wanted(record: Record, arguments: Arguments) -> bool:
 
 def run_explain(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt), lines(arguments) as log:
-        spelt = json.dumps(arguments.request)[1:-1].encode()  # a line without it needs no parsing
-        found = reader.records(line for line in log if spelt in line)
-        for record in find(found, arguments.request, log_source_name(arguments)):
-            print(explain_json(record) if arguments.json else explain(record) + "\n")
+        for each in explain(arguments.request, log, where=log_source_name(arguments)):
+            if arguments.json:
+                print(json.dumps(each._asdict()))
+            else:
+                print(each.text + "\n")
     return 0
-
-
-def find(log: Iterable[Record], wanted: str, where: str) -> list[Record]:
-    """Return the request.done lines of one request, oldest first. Raises Unavailable, with the log's name `where`, when
-    no request or more than one has `wanted` in its id."""
-    found: dict[str, list[Record]] = {}
-    for record in log:
-        name = str(record.get("request_id", ""))
-        if record["event"] != "request.done" or wanted not in name:
-            continue
-        if name in found or name == wanted or len(found) <= NAMED:  # a large log may have any number of them
-            found.setdefault(name, []).append(record)
-    if wanted in found:
-        return found[wanted]
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if found:
-        some = pretty.printable(", ".join(list(found)[:NAMED]))
-        if len(found) > NAMED:
-            raise Unavailable(f"more than {NAMED} requests have {wanted!r} in their id: {some}, …")
-        raise Unavailable(f"{len(found)} requests have {wanted!r} in their id: {some}")
-    raise Unavailable(
-        f"no request.done line in {where} has {wanted!r} in its id: it has not ended, was not hinted, or is older than "
-        "this log"
-    )

@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from ...client.control import look
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
-from .client import look
 from .common import NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, socket_option
 from .help_page import Group
 

@@ -20,10 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ...client.control import Unavailable, look
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
 from ..telemetry.pretty import printable
-from .client import Unavailable, look
 
 LEGEND = (
     "q quit   h this legend   s sort by the next column   r the other way round   / show what contains … (Enter, Esc)",

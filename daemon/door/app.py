@@ -190,7 +190,7 @@ class App:
         wait_s = _wait_ms(query) / 1e3
         if (message := self._messages.get(caller, name)) is None:
             raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
-        answer = self._wait(message, _done, wait_s)
+        answer = self._wait(message, lambda each: each.done, wait_s)
         if route.path.startswith("/cache/"):
             return _as_lmcache(answer)
         return answer.model_dump()
@@ -245,10 +245,6 @@ def _begun(answer: Answered) -> bool:
     return answer.outcome != "deferred"
 
 
-def _done(answer: Answered) -> bool:
-    return answer.over or answer.outcome == "completed"
-
-
 def _most_blocks(prompt: Prefetch, engine: Engine) -> int:
     most = 1 << 20
     return most if prompt.max_bytes is None else min(most, max(1, prompt.max_bytes // engine.block_bytes))
@@ -264,8 +260,7 @@ def _wait_ms(query: str) -> int:
 
 def _as_lmcache(answer: Answer) -> dict[str, Any]:
     [action] = answer.actions
-    if not _done(action):
+    if not action.done:
         return LMCacheLooked(status="pending").model_dump()
-    blocks = action.blocks
-    found = LMCacheLooked(status="completed", found_keys=blocks.staged + blocks.fetched, total_keys=blocks.asked)
-    return found.model_dump()
+    found, total = action.blocks.found, action.blocks.asked
+    return LMCacheLooked(status="completed", found_keys=found, total_keys=total).model_dump()

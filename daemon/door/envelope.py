@@ -86,6 +86,11 @@ class Blocks(BaseModel):
     no_room: int = 0
     failed: int = 0
 
+    @property
+    def found(self) -> int:
+        """The blocks that are in staging, once it is completed."""
+        return self.staged + self.fetched
+
 
 class Answered(BaseModel):
     """The outcome of one action until now.
@@ -105,9 +110,9 @@ class Answered(BaseModel):
     bytes: int = 0
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will become of it."""
-        return self.outcome in ("rejected", "missing", "ignored", "used", "late", "expired")
+    def done(self) -> bool:
+        """Whether it is staged as far as it came, or nothing more will become of it."""
+        return self.outcome not in ("accepted", "clipped", "deferred")
 
 
 class Answer(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 from ..config.sizes import size
@@ -38,12 +37,6 @@ class Span(NamedTuple):
 
 def explain(record: Record) -> str:
     return "\n".join([*headline(record), "", *picture(record), "", *said(record)])
-
-
-def explain_json(record: Record) -> str:
-    """Return the same as one line of JSON: the log's line, the spans in ms since the arrival, and the sentences."""
-    parts = [span._asdict() for span in spans(record)]
-    return json.dumps({"record": record, "spans": parts, "said": said(record)})
 
 
 def said(record: Record) -> list[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch.client.control import Unavailable, ask
 from kvprefetch.daemon.cli import status
-from kvprefetch.daemon.cli.client import Unavailable, ask
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.config.sizes import parse_size
 from kvprefetch.shmring.wire.admin import Status, StatusQuery

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.client import Unavailable
 from kvprefetch.daemon.cli import doctor, findings, measure
-from kvprefetch.daemon.cli.client import Unavailable
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from kvprefetch.daemon.cli import findings, main
-from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
+from kvprefetch.daemon.cli.common import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.findings import commit
 from kvprefetch.daemon.cli.help_page import Command
 from kvprefetch.daemon.config.model import DaemonConfig, load

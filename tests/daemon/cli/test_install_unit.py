@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.cli import install_unit
-from kvprefetch.daemon.cli.client import EX_UNAVAILABLE
+from kvprefetch.daemon.cli.common import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.main import EX_CONFIG, main
 from tests.support.command import kvprefetchd, run
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.client import Client, Prompt
+from kvprefetch.client.door import Door
 from kvprefetch.daemon.cli import prompts
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.cli.prefetch import Door, Sender
+from kvprefetch.daemon.cli.prefetch import Sender
 from kvprefetch.daemon.cli.prompts import Listed
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.cli.test_mode import switch
@@ -76,22 +78,23 @@ def test_what_was_staged_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor
     engine.close()
 
 
-def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(serve: Serve) -> None:
+def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real door refuses a message only after hundreds of prompts, and how fast they come is the machine's."""
 
-    class Busy(Door):
-        refusals = 2
+    ask, refusals = Door.ask, [429, 429]
 
-        def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
-            if method == "POST" and self.refusals:
-                self.refusals -= 1
-                return 429, {"error": "too many actions: uid=0 actions=1 max_a_second=200"}
-            return super().ask(method, path, body)
+    def busy(self: Door, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+        if method == "POST" and refusals:
+            return refusals.pop(), {"error": "too many actions: uid=0 actions=1 max_a_second=200"}
+        return ask(self, method, path, body)
 
+    monkeypatch.setattr(Door, "ask", busy)
     daemon = serve()
     engine = FakeEngine(daemon.socket, prefix="many")
-    sender = Sender(Busy(daemon.socket), "", 1000, progress=False)
-    sender.add(Listed(1, 100, {"block_hashes": [digest.hex() for digest in blocks("nowhere", 3)]}))
+    sender = Sender(Client(daemon.socket), "", 1000, progress=False)
+    sender.add(Listed(1, 100, Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 3)])))
     sender.flush()
     assert (sender.counts["missing"], sender.refused) == (3, [])
     engine.close()
@@ -201,11 +204,8 @@ def test_only_where_it_can_be_done(serve: Serve, tmp_path: Path, capsys: pytest.
 )
 def test_a_bad_line_is_one_error_and_the_next_ones_count(line: str, words: list[str]) -> None:
     bad, good = prompts.read(io.BytesIO(f'\n{line}\n  \n{{"hashes": ["abab"], "ttl_ms": 5}}'.encode()))
-    assert (bad.number, bad.payload, good) == (
-        2,
-        {},
-        prompts.Listed(4, good.size, {"block_hashes": ["abab"], "ttl_ms": 5}),
-    )
+    wanted = Prompt(block_hashes=["abab"], ttl_ms=5)
+    assert (bad.number, bad.prompt, good) == (2, None, prompts.Listed(4, good.size, wanted))
     assert len(bad.error.splitlines()) == 1
     for word in words:
         assert word in bad.error

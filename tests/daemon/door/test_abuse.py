@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvprefetch.daemon.cli.prefetch import Door
+from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch

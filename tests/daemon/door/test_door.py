@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.cli.prefetch import Door
+from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket, load
 from kvprefetch.daemon.control.door import PAUSE_NS
 from kvprefetch.daemon.control.door import Door as Sockets

@@ -1,4 +1,4 @@
-"""Asks a running daemon over its control socket, for the commands that look at it or steer it."""
+"""Asks a running daemon over its control socket, or looks at its picture."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import contextlib
 import errno
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ...shmring.wire.admin import Report, Status, StatusQuery
-from ...shmring.wire.attach import Refused
-from ...shmring.wire.codec import Message, receive_message, send_message
-from ...shmring.wire.records import ProtocolError
-from ..telemetry import board, overview
+from ..daemon.telemetry import board, overview
+from ..shmring.wire.admin import Report, Status, StatusQuery
+from ..shmring.wire.attach import Refused
+from ..shmring.wire.codec import Message, receive_message, send_message
+from ..shmring.wire.control_socket import default_socket
+from ..shmring.wire.records import ProtocolError
 
 TIMEOUT_S = 5.0
 IDS_S = 1.0
-EX_UNAVAILABLE = 69
+SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -40,6 +42,10 @@ class Unavailable(Exception):
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"{what}; {advice}" if advice else what)
         self.what, self.advice = what, advice
+
+
+class Busy(Unavailable):
+    """The HTTP door takes no more prompts of this user for a moment: ask again in a second."""
 
 
 class Conversation:
@@ -83,7 +89,7 @@ class Conversation:
         raise Unavailable(f"the daemon answered with something else: type={answer.type}")
 
 
-def look(path: Path, *, ids: bool = False) -> Status:
+def look(path: Path, *, ids: bool = False, timeout_s: float = TIMEOUT_S) -> Status:
     """Return the status of the daemon behind the socket. Raises Unavailable.
 
     Root and the daemon's own user read it in the daemon's picture, which is there while the daemon hangs and after it
@@ -93,7 +99,7 @@ def look(path: Path, *, ids: bool = False) -> Status:
     picture = board.read(path)
     if picture is None or os.geteuid() not in (0, picture.uid):
         try:
-            return ask(path, StatusQuery(), Status)
+            return ask(path, StatusQuery(), Status, timeout_s)
         except Unavailable as error:
             if picture is None or not (problems := picture.health().problems):
                 raise
@@ -103,6 +109,13 @@ def look(path: Path, *, ids: bool = False) -> Status:
         with contextlib.suppress(Unavailable):
             slowest = ask(path, StatusQuery(), Status, IDS_S).slowest
     return overview.as_status(picture.status, health, slowest=slowest)
+
+
+def find_socket(environ: Mapping[str, str]) -> Path:
+    """Return $KVPREFETCHD_SOCKET, else the socket of this user's daemon where it exists, else the system's."""
+    own = Path(default_socket(environ))
+    ours = environ.get("KVPREFETCHD_SOCKET") or os.path.exists(own)  # False also where this user may not look
+    return own if ours or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
 
 
 def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:

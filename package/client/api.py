@@ -1,0 +1,84 @@
+"""`Client`: what a program asks of a running daemon."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..daemon.door.envelope import Prefetch
+from ..shmring.wire.admin import Status
+from .control import TIMEOUT_S, Unavailable, find_socket, look
+from .door import Announced, Door
+
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the daemon is `well`, as it was asked for, and why not. `status` is None where no daemon answers.
+
+    `problems` may also name faults that leave it well.
+    """
+
+    well: bool
+    problems: tuple[str, ...]
+    status: Status | None
+
+
+class Client:
+    """Asks the daemon behind a control socket: by default $KVPREFETCHD_SOCKET, else this user's daemon, else the
+    system's. Each call connects anew, and any thread may call."""
+
+    def __init__(self, socket: str | os.PathLike[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.socket = find_socket(os.environ) if socket is None else Path(socket)
+        self._timeout_s = timeout_s
+
+    def status(self, *, wait_s: float = 0.0, slowest: bool = False) -> Status:
+        """Return what the daemon shows of itself, and wait so long for one that starts. Raises Unavailable.
+
+        `alive` is False in the status of a daemon that died.  `slowest`: with the requests that waited longest.
+        """
+        seen = self._seen(lambda status: status.alive, wait_s, slowest)
+        if isinstance(seen, Unavailable):
+            raise seen
+        return seen
+
+    def health(self, *, engines: int = 0, wait_s: float = 0.0, alive: bool = False) -> Health:
+        """Say whether engines can count on the daemon, and so many of them are attached; wait so long for that.
+
+        `alive` asks instead whether it works or may recover by itself: otherwise only a restart helps.
+        """
+
+        def well(status: Status) -> bool:
+            return (status.healthy if alive else status.ready) and status.engine_count >= engines
+
+        seen = self._seen(well, wait_s)
+        if isinstance(seen, Unavailable):
+            return Health(False, (str(seen),), None)
+        few = f"fewer than {engines}; an engine that is not attached says why in its own log"
+        return Health(well(seen), (*seen.problems, *([few] if seen.engine_count < engines else [])), seen)
+
+    def prefetch(self, prompts: Sequence[Prefetch], *, engine: str = "", ttl_ms: int = 5_000) -> Announced:
+        """Announce up to 64 prompts in one message, and return after the store's look-up, half a second at most.
+
+        `engine` (an id, or its start) and `ttl_ms` hold for prompts that do not say it themselves.  Raises Busy where
+        the door takes no more prompts of this user for a second, and Unavailable where no door answers, or where it
+        refuses all of the message.
+        """
+        payloads = [{"engine": engine, "ttl_ms": ttl_ms, **prompt.model_dump(exclude_unset=True)} for prompt in prompts]
+        return Announced(Door(self.socket, self._timeout_s), payloads)
+
+    def _seen(self, enough: Callable[[Status], bool], wait_s: float, ids: bool = False) -> Status | Unavailable:
+        """Look until the status is `enough`, for `wait_s` at most; return what was seen last."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                seen: Status | Unavailable = look(self.socket, ids=ids, timeout_s=self._timeout_s)
+            except Unavailable as error:
+                seen = error
+            if (isinstance(seen, Status) and enough(seen)) or time.monotonic() >= deadline:
+                return seen
+            time.sleep(LOOK_S)

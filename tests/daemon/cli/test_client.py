@@ -1,0 +1,122 @@
+"""`kvprefetch.client` against a real daemon and store, and the promise that its names stay."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvprefetch.client as api
+from kvprefetch.client import Client, Prompt, Unavailable, explain
+from tests.daemon.stores import blocks, stored
+from tests.daemon.telemetry.test_trace_picture import LINE
+from tests.lab.daemon import Daemon
+from tests.support.command import kvprefetchd, run
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+
+PAGE = (Path(__file__).parents[3] / "docs/reference/python.md").read_text()
+# What the API has had since its first version. A name that goes away breaks somebody: raise API_VERSION's first number.
+NAMES = {
+    (
+        1,
+        0,
+    ): "API_VERSION Announced Answered Blocks Busy Client Explanation Health Prompt Span Status Unavailable explain"
+}
+
+
+def test_it_needs_none_of_the_daemon_s_packages() -> None:
+    """Whoever imports it, an engine's process for example, gets pydantic and the standard library."""
+    heavy = {"click", "mooncake", "numpy", "prometheus_client", "rich", "structlog", "torch", "vllm", "waitress"}
+    said = run([sys.executable, "-c", "import sys, kvprefetch.client; print(*sys.modules)"])
+    assert said.returncode == 0, said.stderr
+    assert not heavy & set(said.stdout.split())
+
+
+def test_every_name_is_documented_and_none_went_away() -> None:
+    assert " ".join(sorted(api.__all__)) == NAMES[api.API_VERSION]
+    assert f"version {'.'.join(map(str, api.API_VERSION))}" in PAGE
+    for name in set(api.__all__) - {"API_VERSION"}:
+        assert re.search(rf"`{name}\b", PAGE), name
+
+
+def test_status_and_health_say_what_the_commands_say(serve: Callable[..., Daemon]) -> None:
+    daemon = serve()
+    client = Client(daemon.socket)
+    assert (client.status().pid, client.status().engines) == (daemon.pid, [])
+    engine = FakeEngine(daemon.socket, engine_id="seen")
+    health = client.health(engines=1, wait_s=60)
+    assert (health.well, health.problems) == (True, ())
+    assert health.status is not None
+    assert [each["engine"] for each in health.status.engines] == ["seen"]
+    assert kvprefetchd("health", "--socket", daemon.socket).stdout.startswith(f"ready: pid {daemon.pid}, ")
+    few = client.health(engines=2)
+    assert (few.well, len(few.problems)) == (False, 1)
+    assert client.health(alive=True).well
+    engine.close()
+
+
+def test_without_a_daemon_each_call_says_so(tmp_path: Path) -> None:
+    client = Client(tmp_path / "none.sock")
+    health = client.health()
+    assert (health.well, health.status) == (False, None)
+    for call in (client.status, lambda: client.prefetch([Prompt(token_ids=[1])])):
+        with pytest.raises(Unavailable, match=r"none.*sock.*: No such file or directory; start"):
+            call()
+
+
+def test_the_socket_is_that_of_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVPREFETCHD_SOCKET", str(tmp_path / "named.sock"))
+    assert Client().socket == tmp_path / "named.sock"
+
+
+def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..., Daemon]) -> None:
+    """In their order: staged, absent from the store, and refused."""
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, engine_id="one", prefix="one")
+    values = blocks("one", 12)
+    engine.save(values)
+    stored(daemon, 12)
+    chain = [digest.hex() for digest in values]
+    absent = [digest.hex() for digest in blocks("nowhere", 3)]
+    sent = Client(daemon.socket).prefetch(
+        [Prompt(block_hashes=chain), Prompt(block_hashes=absent), Prompt(block_hashes=chain, engine="another")],
+        engine="one",
+    )
+    staged, missing, refused = sent.wait(60)
+    assert sent.done
+    assert (staged.outcome, staged.engine, staged.blocks.found, staged.blocks.asked) == ("completed", "one", 12, 12)
+    assert (missing.outcome, missing.blocks.missing) == ("missing", 3)
+    assert refused.outcome == "rejected"
+    assert "engine='another'" in refused.reason
+    assert engine.load(list(values), name="request") == list(values.values())
+    assert eventually(lambda: daemon.records("request.done"), what="its line")[0]["announced_staged"] == 12
+    with pytest.raises(Unavailable, match="engine='another'"):
+        Client(daemon.socket).prefetch([Prompt(block_hashes=chain)], engine="another")
+    engine.close()
+
+
+def test_a_wait_for_what_does_not_come_ends(serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, prefix="slow")
+    sent = Client(daemon.socket).prefetch([Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 1)])])
+    monkeypatch.setattr(api.Answered, "done", False)
+    assert [each.outcome for each in sent.wait(0.3)] == ["missing"]
+    engine.close()
+
+
+def test_a_request_is_explained_as_data(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"noise\n{json.dumps(LINE)}\n")
+    for source in (log, str(log), log.read_bytes().splitlines()):
+        [found] = explain("cmpl-7", source)
+        assert found.record == LINE
+        assert found.text == kvprefetchd("explain", "cmpl-7", log).stdout.rstrip("\n")
+        assert found.said == found.text.splitlines()[-len(found.said) :]
+        assert [span.name for span in found.spans][:2] == ["in the engine's queue", "hint to daemon"]
+    with pytest.raises(Unavailable, match=f"no request.done line in {log} has 'another'"):
+        explain("another", log)
