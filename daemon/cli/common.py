@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,13 @@ def accepted(sources: Sources) -> Effective:
         if (size := getattr(config, name)) > (most := machine_bytes()):
             raise ConfigError(f"{name}: is more than this machine has: {name}={size_text(size)} max={whole_mib(most)}")
     return effective
+
+
+def show(fields: Mapping[str, Any], *, ok: bool = True, problems: Iterable[str] = ()) -> None:
+    """Print a result as one JSON object, in which every command has these keys: its words, whether it ends with
+    status 0, and what is wrong in sentences. Its own fields are beside them."""
+    command = click.get_current_context().command_path.partition(" ")[2]
+    print(json.dumps({"command": command, "ok": ok, "problems": list(problems), **fields}, indent=2))
 
 
 def command_daemon(command: Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:

@@ -23,6 +23,7 @@ from .common import (
     default_text,
     flag,
     kind_of,
+    show,
 )
 from .help_page import Group
 
@@ -77,8 +78,7 @@ def run_check(arguments: Arguments) -> int:
     effective = accepted(configuration_sources(arguments))
     if arguments.json:
         values = effective.config.model_dump(mode="json")
-        shown = {name: {"value": values[name], "from": effective.origin[name]} for name in values}
-        print(json.dumps(shown, indent=2))
+        show({"keys": {name: {"value": values[name], "from": effective.origin[name]} for name in values}})
     else:
         print("\n".join(as_toml(effective)))
     return 0

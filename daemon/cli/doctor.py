@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...client.control import Unavailable, find_socket, look
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry import board
-from . import measure
 from .common import (
     CONFIGURATION_FILE,
     PATH,
@@ -29,6 +28,7 @@ from .common import (
     declare,
     flag,
     option,
+    show,
 )
 from .configuration import as_toml
 from .findings import Finding, engine, examine, versions
@@ -42,26 +42,21 @@ PAGE = ConfigurationPage(
     "With --engine it examines an engine's environment instead, before the engine starts: run it there, as the "
     "engine's user. It looks at vLLM's version, at the connector's configuration, at the layers that the model's "
     "config.json names, and asks the daemon behind the connector's socket. It loads neither vLLM nor torch.\n\n"
-    "With --measure it times instead what serve would use. With --mooncake-config it joins the cluster, puts 64 values "
-    "of 1 MiB, reads those of each node as the daemon does, and removes them; otherwise it does so in a private store. "
-    "With --disk it writes and reads a nameless file of 64 MiB in that folder, past the page cache where the file "
-    "system can. MB/s is one read after the other: several at once may give more.\n\n"
     "The bundle has versions, findings, configuration without secrets, status, metrics and the recent log, which names "
     "requests.",
     examples=(
         ("kvprefetchd doctor", "this machine and the defaults"),
         ("kvprefetchd doctor --config /etc/kvprefetch/kvprefetchd.toml", "with the service's configuration"),
         ("kvprefetchd doctor --engine --model MODEL --kv-transfer-config JSON", "before `vllm serve` with the same"),
-        ("kvprefetchd doctor --measure --mooncake-config mooncake.json", "how fast a cluster is, node by node"),
         ("kvprefetchd doctor --bundle doctor.tar.gz --log kvprefetchd.log", "everything for a helper"),
     ),
     exits={
         0: "nothing is bad",
-        1: "something is bad, or with --measure did not answer",
+        1: "something is bad",
         69: "the bundle cannot be written",
     },
     files=CONFIGURATION_FILE | SOCKET_FILE,
-    also="kvprefetchd check-config, status; docs/TUNING.md",
+    also="kvprefetchd check-config, status, bench; docs/TUNING.md",
 )
 LOG_BYTES = 4 << 20
 _USERINFO = re.compile(r"(://)[^/\s\"'@]+@")
@@ -78,8 +73,7 @@ def add(commands: Group) -> None:
         "doctor",
         run,
         PAGE,
-        flag("--json", "print versions and findings, or times in ms, as JSON, at the end"),
-        flag("--measure", "time the control socket, the master, a get from each storage node, and the disk instead"),
+        flag("--json", "print versions and findings as JSON, at the end"),
         option("--bundle", metavar="FILE", type=PATH, help="also write everything into this tar.gz"),
         option("--log", metavar="FILE", type=PATH, help=log),
         flag("--engine", "examine an engine's environment, not the daemon's"),
@@ -95,25 +89,19 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("doctor --engine: takes --model and --kv-transfer-config only, no option of the daemon")
     if not arguments.engine and (arguments.model or arguments.kv_transfer_config):
         raise ConfigError("doctor: --model and --kv-transfer-config need --engine")
-    if arguments.measure:
-        if arguments.engine or arguments.bundle or arguments.log:
-            raise ConfigError("doctor --measure: takes --json and the options of serve only")
-        return measure.run(accepted(sources).config, as_json=arguments.json)
     if arguments.engine:
-        found = list(engine(arguments.model, arguments.kv_transfer_config))
-        print(_json(found) if arguments.json else "\n".join(_line(*each) for each in found))
-        return 1 if any(finding.level == "bad" for _, finding in found) else 0
-    effective = accepted(sources)
-    config = effective.config
-    if effective.origin["socket"] == "default":  # look at the daemon that runs, not at the one that would start
-        config = config.model_copy(update={"socket": find_socket(os.environ)})
+        checks = engine(arguments.model, arguments.kv_transfer_config)
+    else:
+        effective = accepted(sources)
+        config = effective.config
+        if effective.origin["socket"] == "default":  # look at the daemon that runs, not at the one that would start
+            config = config.model_copy(update={"socket": find_socket(os.environ)})
+        checks = examine(config)
     found = []
-    for name, finding in examine(config):
+    for name, finding in checks:
         found.append((name, finding))
         if not arguments.json:
             print(_line(name, finding), flush=True)
-    if arguments.json:
-        print(_json(found))
     if arguments.bundle is not None:
         texts = {
             "versions.json": json.dumps(versions(), indent=2),
@@ -126,12 +114,11 @@ def run(arguments: Arguments) -> int:
             raise Unavailable(f"bundle cannot be written: {error}") from None
         if not arguments.json:
             print(f"wrote {arguments.bundle}")
-    return 1 if any(finding.level == "bad" for _, finding in found) else 0
-
-
-def _json(found: Sequence[tuple[str, Finding]]) -> str:
-    findings = [{"check": name, **finding._asdict()} for name, finding in found]
-    return json.dumps({"versions": versions(), "findings": findings}, indent=2)
+    bad = [f"{name}: {finding.what}" for name, finding in found if finding.level == "bad"]
+    if arguments.json:
+        findings = [{"check": name, **finding._asdict()} for name, finding in found]
+        show({"versions": versions(), "findings": findings}, ok=not bad, problems=bad)
+    return 1 if bad else 0
 
 
 def _line(name: str, finding: Finding) -> str:

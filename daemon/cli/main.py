@@ -19,7 +19,7 @@ from ... import __version__
 from ...client.control import Unavailable
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
+from . import bench, configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
 from .help_page import Group, HelpPage
@@ -47,8 +47,8 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, store, prefetch, pages)
-ALIASES = {"latency": ["doctor", "--measure"], "warm": ["prefetch"]}  # names of earlier releases
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, bench, store, prefetch, pages)
+ALIASES = {"warm": "prefetch"}  # names of earlier releases
 
 
 def build() -> Group:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status, 69 (store or daemon not available) or 78 (bad configuration)."""
     _fill_standard_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    words[:1] = ALIASES.get(words[0], words[:1]) if words else []
+    words[:1] = [ALIASES.get(word, word) for word in words[:1]]
     try:
         return _run(words)
     except BrokenPipeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ import click
 
 from ...client import Announced, Busy, Client, Prompt, Unavailable
 from ..door.envelope import MAX_ACTIONS
-from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, socket_option
+from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
 from .prompts import Listed, read
 
@@ -65,18 +64,30 @@ def run(arguments: Arguments) -> int:
                 sender.add(line)
             sender.flush()
     except KeyboardInterrupt:
-        return EX_INTERRUPTED
-    finally:
-        sender.clear_progress()
-        for kind, lines in (("bad", sender.bad), ("refused", sender.refused)):
-            for number, error in lines[:SHOWN]:
-                print(f"kvprefetchd: {arguments.file}: line {number}: {error}", file=sys.stderr)
-            if len(lines) > SHOWN:
-                print(f"kvprefetchd: {arguments.file}: {len(lines) - SHOWN} more {kind} lines", file=sys.stderr)
-        print(as_json(sender) if arguments.json else described(sender))
+        return _ended(sender, arguments, EX_INTERRUPTED)
+    except Unavailable as error:
+        _ended(sender, arguments, EX_UNAVAILABLE, str(error))
+        raise
     if sender.bad or sender.refused:
-        return EX_DATA if sender.bad else EX_UNAVAILABLE
-    return 1 if sender.counts["no_room"] or sender.counts["failed"] else 0
+        return _ended(sender, arguments, EX_DATA if sender.bad else EX_UNAVAILABLE)
+    return _ended(sender, arguments, 1 if sender.counts["no_room"] or sender.counts["failed"] else 0)
+
+
+def _ended(sender: Sender, arguments: Arguments, status: int, *why: str) -> int:
+    """Name bad lines, print the result, and return the exit status. `why` it ends is said by others on a terminal."""
+    sender.clear_progress()
+    problems = [f"{arguments.file}: line {number}: {error}" for number, error in (*sender.bad, *sender.refused)]
+    for line in problems[:SHOWN]:
+        print(f"kvprefetchd: {line}", file=sys.stderr)
+    if len(problems) > SHOWN:
+        print(f"kvprefetchd: {arguments.file}: {len(problems) - SHOWN} more lines", file=sys.stderr)
+    if arguments.json:
+        counts = {name: sender.counts[name] for name in ("asked", "staged", "fetched", "no_room", "failed", "missing")}
+        numbers = {"engine": sender.engine, "lines": sender.lines, "bad_lines": len(sender.bad), **counts}
+        show(numbers, ok=status == 0, problems=[*problems, *why])
+    else:
+        print(described(sender))
+    return status
 
 
 class Sender:
@@ -149,12 +160,6 @@ def counted(counts: Counter[str]) -> str:
         f"{counts['asked']} blocks: {counts['staged'] + counts['started']} found ({counts['staged']} staged already, "
         f"{counts['fetched']} fetched, {counts['no_room']} without room{failed}), {counts['missing']} not in the store"
     )
-
-
-def as_json(sender: Sender) -> str:
-    names = ("asked", "staged", "fetched", "no_room", "failed", "missing")
-    counts = {name: sender.counts[name] for name in names}
-    return json.dumps({"engine": sender.engine, "lines": sender.lines, "bad_lines": len(sender.bad), **counts})
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from typing import get_args
@@ -14,7 +13,18 @@ from ...client.control import ask
 from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
-from .common import EX_UNAVAILABLE, Arguments, Real, SocketPage, command_daemon, declare, flag, option, socket_option
+from .common import (
+    EX_UNAVAILABLE,
+    Arguments,
+    Real,
+    SocketPage,
+    command_daemon,
+    declare,
+    flag,
+    option,
+    show,
+    socket_option,
+)
 from .help_page import Group
 
 STATUS = SocketPage(
@@ -115,7 +125,10 @@ def add(commands: Group) -> None:
 
 def run_status(arguments: Arguments) -> int:
     status = Client(arguments.socket).status(wait_s=arguments.wait, slowest=True)
-    print(status.model_dump_json(indent=2) if arguments.json else "\n".join(describe(status)))
+    if arguments.json:
+        show(status.model_dump(), ok=status.alive)
+    else:
+        print("\n".join(describe(status)))
     return 0 if status.alive else EX_UNAVAILABLE
 
 
@@ -125,13 +138,15 @@ def run_health(arguments: Arguments) -> int:
     what = word if found.well else f"not {word}"
     if (status := found.status) is not None:
         what += f": pid {status.pid}, mode {status.mode}, engines {status.engine_count}"
-    said = {word: found.well, "problems": found.problems}
-    print(json.dumps(said) if arguments.json else ": ".join([what, *found.problems]))
+    if arguments.json:
+        show({word: found.well}, ok=found.well, problems=found.problems)
+    else:
+        print(": ".join([what, *found.problems]))
     return 0 if found.well else 1
 
 
 def run_stat(arguments: Arguments) -> int:
-    print(json.dumps(ask(arguments.socket, StatQuery(), Segments).engines, indent=2))
+    show({"engines": ask(arguments.socket, StatQuery(), Segments).engines})
     return 0
 
 

@@ -24,7 +24,7 @@ from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
-from .common import Arguments, SocketPage, declare, flag, option, socket_option
+from .common import Arguments, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
 
 PAGE = SocketPage(
@@ -88,7 +88,7 @@ def add(commands: Group) -> None:
         option("--master-http", metavar="HOST:PORT", help="a cluster's master (its --metrics_port)"),
         socket_option(),
     )
-    declare(actions, "ls", run_ls, LS, prefix, flag("--json", "each key as a JSON string"), *where)
+    declare(actions, "ls", run_ls, LS, prefix, flag("--json", "all of them, as JSON"), *where)
     declare(actions, "stat", run_stat, STAT, prefix, flag("--json", "as JSON, sizes in bytes"), *where)
     which = (
         option("--prefix", metavar="TEXT", help="values whose keys begin so, as `store stat` prints them"),
@@ -98,8 +98,11 @@ def add(commands: Group) -> None:
 
 
 def run_ls(arguments: Arguments) -> int:
-    for key in stored_keys(master_of(arguments)[0], arguments.prefix):
-        sys.stdout.write((json.dumps(key) if arguments.json else key) + "\n")
+    keys = stored_keys(master_of(arguments)[0], arguments.prefix)
+    if arguments.json:
+        show({"keys": list(keys)})
+    else:
+        sys.stdout.writelines(f"{key}\n" for key in keys)
     return 0
 
 
@@ -109,7 +112,7 @@ def run_stat(arguments: Arguments) -> int:
     fill = fill or read(master)
     if arguments.json:
         whole = fill.model_dump() if fill is not None else None
-        print(json.dumps({"values": counts.total(), "namespaces": counts, "store": whole}, indent=2, sort_keys=True))
+        show({"values": counts.total(), "namespaces": dict(sorted(counts.items())), "store": whole})
         return 0
     for prefix in sorted(counts):
         print(f"{counts[prefix]:>10}  {printable(prefix)}")

@@ -21,7 +21,7 @@ from ..config.model import ConfigError
 from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
-from .common import NO_COLOR, Arguments, Real, declare, flag, option
+from .common import NO_COLOR, Arguments, Real, declare, flag, option, show
 from .help_page import Group, HelpPage
 
 UNIT = "kvprefetchd.service"
@@ -243,9 +243,10 @@ def wanted(record: Record, arguments: Arguments) -> bool:
 
 def run_explain(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt), lines(arguments) as log:
-        for each in explain(arguments.request, log, where=log_source_name(arguments)):
-            if arguments.json:
-                print(json.dumps(each._asdict()))
-            else:
-                print(each.text + "\n")
+        found = explain(arguments.request, log, where=log_source_name(arguments))
+        if arguments.json:
+            lives = [life._asdict() | {"spans": [span._asdict() for span in life.spans]} for life in found]
+            show({"requests": lives})
+        else:
+            print("".join(f"{life.text}\n\n" for life in found), end="")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from ...client.control import look
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
-from .common import NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, socket_option
+from .common import NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
 
 PAGE = SocketPage(
@@ -50,8 +49,10 @@ def run(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or arguments.json or not sys.stdout.isatty():
             now, rates = looked_twice(arguments.socket, arguments.interval)
-            lines = overview.describe(now, rates)
-            print(json.dumps(now.model_dump() | {"now": rates._asdict()}) if arguments.json else "\n".join(lines))
+            if arguments.json:
+                show(now.model_dump() | {"now": rates._asdict()})
+            else:
+                print("\n".join(overview.describe(now, rates)))
         else:
             from . import top_view  # rich is slow to import, and only this needs it
 

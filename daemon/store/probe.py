@@ -1,8 +1,8 @@
-"""Tries a store as a process that can be killed: a value's whole life (`doctor`), or times (`doctor --measure`).
+"""Tries a store as a process that can be killed: a value's whole life (`doctor`), or a load (`bench`).
 
-`python -m kvprefetch.daemon.store.probe trip|times [MOONCAKE_CONFIG]`: in that cluster, or in a private store on
-loopback.  It prints a JSON object for each thing that it tried: `{"what": …, "ms": […]}`, for gets with the `bytes`
-of one value, or `{"failed": …}`.  Mooncake's own output goes between.  It leaves nothing in the store.
+`python -m kvprefetch.daemon.store.probe trip|load PARALLEL SECONDS [MOONCAKE_CONFIG]`: in that cluster, or in a private
+store on loopback.  It prints a JSON object for each thing that it tried: what `load.loaded` returns, with the `bytes`
+of a value where it moved any, or `{"failed": …}`.  Mooncake's own output goes between.  It leaves nothing in the store.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -22,13 +23,12 @@ import structlog
 from .client import Store
 from .embedded import EmbeddedMaster
 from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
+from .load import loaded
 from .settings import MooncakeSettings, SettingsError
 
 SIZE = 4096
 VALUE_BYTES = 1 << 20
 VALUES = 64  # they lie on nodes that the master chooses: with few values a node may get none
-QUESTIONS = 200
-GETS = 4  # of each value
 _buffers: list[object] = []  # memory that Mooncake got stays until the process ends, see give_up.py
 _OUT_OF_REACH = (
     "the storage node cannot be reached; metadata_server and protocol must be its own, and "
@@ -68,25 +68,24 @@ def _problem(store: Store) -> str | None:
     return None if store.remove([key]) == (1, 0) else "what was put cannot be removed"
 
 
-def timed(call: Callable[[], object], count: int) -> list[float]:
-    """Return how long each of `count` calls took, in ms."""
-    took = []
-    for _ in range(count):
-        started = time.perf_counter()
-        call()
-        took.append((time.perf_counter() - started) * 1e3)
-    return took
+def load(store: Store, parallel: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the times of the master, of puts, and of gets from each node. Raises StoreUnavailable."""
+    keys = [f"kvprefetch-bench-{uuid.uuid4().hex}-{i}" for i in range(VALUES)]
+    buffers = [ctypes.create_string_buffer(os.urandom(VALUE_BYTES), VALUE_BYTES) for _ in range(parallel)]
+    addresses = [ctypes.addressof(buffer) for buffer in buffers]
+    _buffers.extend(buffers)
+    for address in addresses:
+        store.register(address, VALUE_BYTES)
+    how: dict[str, Any] = {"parallel": parallel, "seconds": seconds}
+    yield loaded("master", lambda _, number: store.exist([keys[number % VALUES]]), **how)
+    put: list[str] = []
 
+    def put_one(worker: int, number: int) -> None:
+        if store.put_from([keys[number]], [addresses[worker]], [VALUE_BYTES]) == [ErrorClass.OK]:
+            put.append(keys[number])
 
-def measure(store: Store) -> Iterator[dict[str, Any]]:
-    """Yield the times of the master and of each node. Raises StoreUnavailable."""
-    keys = [f"kvprefetch-latency-{uuid.uuid4().hex}-{i}" for i in range(VALUES)]
-    buffer = ctypes.create_string_buffer(os.urandom(VALUE_BYTES), VALUE_BYTES)
-    address = ctypes.addressof(buffer)
-    store.register(address, VALUE_BYTES)
-    yield {"what": "master", "ms": timed(lambda: store.exist(keys[:1]), QUESTIONS)}
     try:
-        put = [key for key in keys if store.put_from([key], [address], [VALUE_BYTES]) == [ErrorClass.OK]]
+        puts = loaded("put", put_one, parallel=parallel, seconds=math.inf, most=VALUES)
         nodes: dict[str, list[str]] = {}
         for key, replicas in zip(put, store.described(put), strict=True):
             memory = [each.get_memory_descriptor() for each in replicas if each.is_memory_replica()]
@@ -94,21 +93,29 @@ def measure(store: Store) -> Iterator[dict[str, Any]]:
                 nodes.setdefault(node, []).append(key)
         if not nodes:
             yield {"failed": "no storage node took a value: none is there, or none has room"}
+            return
+        yield puts | {"bytes": VALUE_BYTES}
         for node, here in sorted(nodes.items()):
-            yield from _node(store, node, here, address)
+            yield from _node(store, node, here, addresses, how)
     finally:
         store.remove(keys)
 
 
-def _node(store: Store, node: str, keys: list[str], address: int) -> Iterator[dict[str, Any]]:
-    results: list[ErrorClass] = []
-    gets = iter(keys * GETS)
-    took = timed(lambda: results.extend(store.get_into([next(gets)], [address], [VALUE_BYTES])), len(keys) * GETS)
-    if bad := [result for result in results if result is not ErrorClass.OK]:
-        yield {"failed": f"storage node {node}: {len(bad)} of {len(results)} gets failed: {bad[0].value}"}
-    good = [ms for ms, result in zip(took, results, strict=True) if result is ErrorClass.OK]
-    if good:
-        yield {"what": f"get from {node}", "ms": good, "bytes": VALUE_BYTES}
+def _node(
+    store: Store, node: str, keys: list[str], addresses: list[int], how: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    bad: list[ErrorClass] = []
+
+    def get_one(worker: int, number: int) -> None:
+        [result] = store.get_into([keys[number % len(keys)]], [addresses[worker]], [VALUE_BYTES])
+        if result is not ErrorClass.OK:
+            bad.append(result)
+
+    gets = loaded(f"get from {node}", get_one, **how)
+    if bad:
+        yield {"failed": f"storage node {node}: {len(bad)} of {len(gets['ms'])} gets failed: {bad[0].value}"}
+    else:
+        yield gets | {"bytes": VALUE_BYTES}
 
 
 @contextlib.contextmanager
@@ -134,11 +141,10 @@ def _opened(arguments: Sequence[str], memory: int) -> Iterator[Store]:
             master.stop()
 
 
-def main(what: str, *arguments: str) -> None:
+def main(what: str, parallel: str, seconds: str, *where: str) -> None:
     try:
-        tried, memory = (round_trip, 16 << 20) if what == "trip" else (measure, 256 << 20)
-        with _opened(arguments, memory) as store:
-            for found in tried(store):
+        with _opened(where, 16 << 20 if what == "trip" else 256 << 20) as store:
+            for found in round_trip(store) if what == "trip" else load(store, int(parallel), float(seconds)):
                 print(json.dumps(found), flush=True)
     except (StoreError, StoreUnavailable, EmbeddedError, SettingsError) as error:
         print(json.dumps({"failed": str(error)}), flush=True)

@@ -95,7 +95,7 @@ def test_the_daemon_takes_the_rendered_configuration(
     command, *arguments = [word.replace("/etc/kvprefetch", str(tmp_path)) for word in container["args"]]
     assert command == "serve"
     assert main(["check-config", "--json", *arguments]) == 0, capsys.readouterr()
-    config = {key: each["value"] for key, each in json.loads(capsys.readouterr().out).items()}
+    config = {key: each["value"] for key, each in json.loads(capsys.readouterr().out)["keys"].items()}
     values = yaml.safe_load((HERE / f"{name}.yaml").read_text())
     numbers = {key: value for key, value in values["config"].items() if not isinstance(value, str)}
     assert numbers.items() <= config.items()

@@ -71,7 +71,7 @@ def test_the_file_is_written_once_and_serve_would_take_it(tmp_path: Path) -> Non
     assert "File exists" in again.stderr
     assert file.read_text() == written
     assert kvprefetchd("config", "init", "--staging", "512MiB").stdout == written
-    shown = json.loads(kvprefetchd("check-config", "--json", "--config", file).stdout)
+    shown = json.loads(kvprefetchd("check-config", "--json", "--config", file).stdout)["keys"]
     assert shown["staging"] == {"value": 512 << 20, "from": str(file)}
     assert shown["memory"] == {"value": 1 << 30, "from": "default"}
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.client import Unavailable
-from kvprefetch.daemon.cli import doctor, findings, measure
+from kvprefetch.daemon.cli import bench, doctor, findings
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
@@ -152,7 +152,7 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
 
 def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "DISTRIBUTIONS", ())
-    monkeypatch.setattr(measure, "find_spec", lambda _: None)
+    monkeypatch.setattr(bench, "find_spec", lambda _: None)
     (libraries,) = findings.libraries(load({}))
     (store,) = findings.store(load({}))
     assert "pip install '.[daemon-cpu]'" in libraries.advice

@@ -32,52 +32,68 @@ def test_each_command_has_json_or_shows_nothing() -> None:
     assert {name for name, each in commands.items() if "json" not in [param.name for param in each.params]} == WITHOUT
 
 
-def test_json_of_commands_that_ask_a_daemon(shared_daemon: Daemon) -> None:
+SMALL = "--memory 64MiB --staging 1MiB --metrics-port 0"
+EXAMPLES = {
+    "status": "", "health": "", "stat": "", "top": "--interval 0.2", "store ls": "", "store stat": "",
+    "prefetch": "LIST", "explain": "cmpl-7 LOG", "check-config": SMALL, "doctor": SMALL,
+    "bench": f"{SMALL} --seconds 0",
+}  # fmt: skip
+
+
+def test_json_of_every_command_is_one_object_with_the_same_first_keys(
+    shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for `tail`, which prints the log's lines as they are."""
+    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, Group)}
+    assert EXAMPLES.keys() == commands.keys() - WITHOUT - {"tail"}
+    monkeypatch.setenv("KVPREFETCHD_SOCKET", str(shared_daemon.socket))
     engine = FakeEngine(shared_daemon.socket, engine_id="shown", prefix="json")
     values = blocks("json", 2)
     engine.save(values)
     eventually(lambda: engine.load(list(values)), what="a hit")
+    (tmp_path / "LOG").write_text(json.dumps(DONE) + "\n")
+    (tmp_path / "LIST").write_text(json.dumps([digest.hex() for digest in values]))
 
-    def said(*arguments: str) -> list[Any]:
-        done = kvprefetchd(*arguments, "--json", "--socket", shared_daemon.socket)
-        assert done.returncode == 0, done
-        return [json.loads(line) for line in done.stdout.splitlines()]
+    def said(name: str) -> dict[str, Any]:
+        words = [str(tmp_path / word) if word in ("LOG", "LIST") else word for word in EXAMPLES[name].split()]
+        done = kvprefetchd(*name.split(), *words, "--json")
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert [*found][:3] == ["command", "ok", "problems"]
+        assert (found["command"], found["ok"]) == (name, done.returncode == 0), done
+        return found
 
+    found = {name: said(name) for name in EXAMPLES}
+    assert found["status"]["pid"] == shared_daemon.pid
+    assert found["health"]["ready"]
+    assert [each["engine"] for each in found["stat"]["engines"]] == ["shown"]
     # The first look may be at a picture from before the hints.
-    top = eventually(
-        lambda: next((top for top in said("top", "--interval", "0.2") if not top["now"]["hints"]), None), what="rest"
-    )
-    assert top["pid"] == shared_daemon.pid
+    top = eventually(lambda: next((top for top in [said("top")] if not top["now"]["hints"]), None), what="rest")
     assert top["now"] == {"hints": 0.0, "fetched_bytes": 0.0, "hidden": None}
-    keys = said("store", "ls")
-    assert len(keys) == 2
-    assert all(isinstance(key, str) and key.startswith(f"u{os.getuid()}@json") for key in keys)
+    keys = found["store ls"]["keys"]
+    assert len(keys) == found["store stat"]["values"] == 2
+    assert all(key.startswith(f"u{os.getuid()}@json") for key in keys)
+    assert found["prefetch"]["staged"] == 2
+    [request] = found["explain"]["requests"]
+    assert request["record"] == DONE
+    assert all(span["start_ms"] <= span["end_ms"] for span in request["spans"])
+    assert found["check-config"]["keys"]["memory"]["value"] == 64 << 20
+    assert {"python", "kvprefetch"} <= found["doctor"]["versions"].keys()
+    findings = found["doctor"]["findings"]
+    assert {"libraries", "store"} <= {finding["check"] for finding in findings}
+    bad = [f"{each['check']}: {each['what']}" for each in findings if each["level"] == "bad"]
+    assert bad == found["doctor"]["problems"]
+    assert {"socket", "master", "put"} < {row["what"] for row in found["bench"]["measured"]}
     engine.close()
 
 
-def test_stat_prints_json_with_and_without_the_option(shared_daemon: Daemon) -> None:
-    for more in ((), ("--json",)):
-        assert json.loads(kvprefetchd("stat", *more, "--socket", shared_daemon.socket).stdout) == []
-
-
-def test_json_of_one_request(tmp_path: Path) -> None:
-    log = tmp_path / "kvprefetchd.log"
-    log.write_text(json.dumps(DONE) + "\n")
-    done = kvprefetchd("explain", "--json", "cmpl-7", log)
-    shown = json.loads(done.stdout)
-    assert shown["record"] == DONE
-    assert [span["name"] for span in shown["spans"]]
-    assert all(span["start_ms"] <= span["end_ms"] for span in shown["spans"])
-
-
-@pytest.mark.store
-def test_json_of_the_doctor(tmp_path: Path) -> None:
-    done = kvprefetchd("doctor", "--json", "--memory", "64MiB", "--staging", "1MiB", "--socket", tmp_path / "s.sock")
-    found = json.loads(done.stdout)
-    assert {"python", "kvprefetch"} <= found["versions"].keys()
-    assert {"libraries", "store"} <= {finding["check"] for finding in found["findings"]}
-    assert {finding["level"] for finding in found["findings"]} <= {"ok", "note", "bad"}
-    assert done.returncode == any(finding["level"] == "bad" for finding in found["findings"])
+def test_what_is_wrong_is_in_the_json_and_on_the_terminal(tmp_path: Path) -> None:
+    absent = ("--socket", tmp_path / "none.sock")
+    health = json.loads(kvprefetchd("health", "--json", *absent).stdout)
+    assert (health["ok"], health["ready"], len(health["problems"])) == (False, False, 1)
+    for given, status in (('["zz"]\n', 65), ('["abab"]\n', 69)):
+        done = kvprefetchd("prefetch", "-", "--json", *absent, given=given)
+        assert done.returncode == status
+        assert json.loads(done.stdout)["problems"] == [done.stderr.strip().removeprefix("kvprefetchd: ")]
 
 
 @pytest.mark.parametrize(("value", "colours"), [(None, True), ("", True), ("1", False)])

@@ -148,7 +148,7 @@ def test_bad_lines_are_named_and_good_ones_done(serve: Serve) -> None:
     assert len(errors) == 6
     assert "line 3: block_hashes.0" in errors[0]
     assert "line 4: block_hashes" in errors[1]
-    assert "7 more bad lines" in errors[5]
+    assert "7 more lines" in errors[5]
     result = prefetch(daemon.socket, "[1, 2, 3]\n" + first)
     assert result.returncode == 69
     assert "line 1: prompts cannot be hashed: the engine did not say how it does" in result.stderr.replace(

@@ -161,7 +161,7 @@ def test_stat_reads_the_live_segments_without_disturbing_anyone(
     key = engine.hint(list(blocks("stat", 3)))
     engine.settled(key)
     assert main(["stat", "--socket", str(shared_daemon.socket)]) == 0
-    [shown] = (each for each in json.loads(capsys.readouterr().out) if each["engine"] == "looked-at")
+    [shown] = (each for each in json.loads(capsys.readouterr().out)["engines"] if each["engine"] == "looked-at")
     assert shown["epoch"] == engine.epoch
     assert shown["flags"]["states"]["ready"] == 1
     assert shown["consumer"]["status"] == "alive"
