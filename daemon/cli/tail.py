@@ -35,12 +35,13 @@ TAIL = HelpPage(
         ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
         ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
         ("kvprefetchd tail --journal --level warning -n 50", "recent trouble, under systemd"),
-        ("kvprefetchd tail -f --otlp http://localhost:4318/v1/traces kvprefetchd.log", "requests as spans of traces"),
+        ("kvprefetchd tail -f kvprefetchd.log --otlp", "requests as spans of traces"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
     arguments=FILE,
-    environment=NO_COLOR,
+    environment=NO_COLOR
+    | {"OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_…": "OpenTelemetry's own: endpoint, headers, service name, attributes, …"},
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
 EXPLAIN = HelpPage(
@@ -93,9 +94,11 @@ def add(commands: Group) -> None:
         flag("--json", "print the lines as JSON, as they were written"),
         option(
             "--otlp",
-            metavar="URL",
-            help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, such as "
-            "http://localhost:4318/v1/traces (needs the extra kvprefetch[otel])",
+            metavar="[URL]",
+            is_flag=False,
+            flag_value="",
+            help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, or to that of "
+            "$OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318); needs the extra kvprefetch[otel]",
         ),
     )
     request = click.Argument(["request"], metavar="REQUEST_ID")
@@ -162,6 +165,9 @@ def lines(
 
 def run_otlp(arguments: Arguments) -> int:
     """Send the requests of the log that the filters let through. Raises Unavailable where nobody takes them."""
+    if arguments.otlp and "://" not in arguments.otlp:
+        text = "should be a URL, such as http://localhost:4318/v1/traces; name FILE before it"
+        raise ConfigError(f"command line: --otlp: {text}: otlp={arguments.otlp!r}")
     try:
         from ..telemetry.otlp import Exporter, ExportError
     except ImportError as error:

@@ -1,6 +1,7 @@
 """Exports `request.done` lines as OpenTelemetry spans over OTLP: one for the request, one for each part of its life.
 
-A request's spans belong to vLLM's trace (`traceparent`).  The only importer of OpenTelemetry.
+A request's spans belong to vLLM's trace (`traceparent`).  OpenTelemetry's own variables hold, such as
+OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES.  The only importer of OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from datetime import datetime
 
 from opentelemetry import context, trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from ... import __version__
 from .pretty import figure
 from .reader import Record
 from .trace_picture import spans
 
 AT_ONCE = 512  # spans of one message
+# Fields with a name of their own among OpenTelemetry's conventions for generative AI.
+_CONVENTIONS = {"prompt_tokens": "gen_ai.usage.input_tokens"}
 
 
 class ExportError(Exception):
@@ -35,13 +39,18 @@ class _Collected(SpanProcessor):
 
 
 class Exporter:
-    """Sends to the OTLP/HTTP receiver at `url`, such as http://localhost:4318/v1/traces. Not for the main loop."""
+    """Sends to the OTLP/HTTP receiver at `url`, such as http://localhost:4318/v1/traces; "": as the environment says.
+
+    Not for the main loop.
+    """
 
     def __init__(self, url: str) -> None:
-        self._url, self._collected, self._exporter = url, _Collected(), OTLPSpanExporter(endpoint=url)
+        self._url = url or "that of OTEL_EXPORTER_OTLP_ENDPOINT"
+        self._collected, self._exporter = _Collected(), OTLPSpanExporter(endpoint=url or None)
         self.requests = 0
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `send` says what failed
-        provider = TracerProvider(resource=Resource.create({"service.name": "kvprefetchd"}))
+        ours = Resource.create({"service.name": "kvprefetchd", "service.version": __version__})
+        provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))  # the environment's words win
         provider.add_span_processor(self._collected)
         self._tracer = provider.get_tracer("kvprefetch")
 
@@ -61,6 +70,7 @@ class Exporter:
         headers = {"traceparent": str(record.get("traceparent") or "")}
         parent = TraceContextTextMapPropagator().extract(headers, context.Context())
         fields = {f"kvprefetch.{name}": value for name, value in record.items() if isinstance(value, (str, int, float))}
+        fields |= {name: record[field] for field, name in _CONVENTIONS.items() if f"kvprefetch.{field}" in fields}
         whole = self._tracer.start_span("kvprefetch request", parent, start_time=arrived_ns, attributes=fields)
         inside = trace.set_span_in_context(whole, parent)
         for part in parts:

@@ -9,13 +9,17 @@ from typing import Any
 
 
 class Receiver(ThreadingHTTPServer):
-    """Serves while it is entered. `spans`: as protobuf messages; `services`: their names; `status`: of its answers."""
+    """Serves while it is entered. `spans`: as protobuf messages; `resources`: what sent them; `status`: of its answers.
+
+    `headers`: of its last request.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
-        self.services: set[str] = set()
+        self.resources: list[dict[str, str]] = []
+        self.headers: dict[str, str] = {}
         self.status = 200
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -41,12 +45,14 @@ class Handler(BaseHTTPRequestHandler):
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.headers = dict(self.headers.items())
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         if self.server.status == 200:
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                named = {each.key: each.value.string_value for each in resource.resource.attributes}
-                self.server.services.add(named["service.name"])
+                self.server.resources.append(
+                    {each.key: each.value.string_value for each in resource.resource.attributes}
+                )
                 self.server.spans += [span for scope in resource.scope_spans for span in scope.spans]
         self.send_response(self.server.status)
         self.send_header("Content-Length", "0")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprefetch import __version__
 from kvprefetch.connector.hints import trace_of
 from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.shmring.wire.records import NO_TRACE
@@ -32,7 +33,8 @@ def test_a_request_is_a_span_of_vllm_s_trace_with_a_span_for_each_part(receiver:
     log.write_text(f"noise\n{json.dumps(TRACED)}\n" + json.dumps({**LINE, "request_id": "untraced"}) + "\n")
     sent = kvprefetchd("tail", "--otlp", receiver.url, "--request", "cmpl-7", log)
     assert (sent.returncode, sent.stdout, sent.stderr) == (0, "requests sent: 1\n", "")
-    assert receiver.services == {"kvprefetchd"}
+    [sender] = receiver.resources
+    assert (sender["service.name"], sender["service.version"]) == ("kvprefetchd", __version__)
     assert {span.trace_id.hex() for span in receiver.spans} == {TRACE_ID}
     [whole] = [span for span in receiver.spans if span.name == "kvprefetch request"]
     assert whole.parent_span_id.hex() == PARENT_ID
@@ -49,6 +51,31 @@ def test_a_request_is_a_span_of_vllm_s_trace_with_a_span_for_each_part(receiver:
     assert fields["kvprefetch.outcome"].string_value == "loaded"
     assert fields["kvprefetch.bytes"].int_value == LINE["bytes"]
     assert fields["kvprefetch.cause"].string_value == "places"
+    assert fields["gen_ai.usage.input_tokens"].int_value == LINE["prompt_tokens"]
+
+
+def test_opentelemetry_s_own_variables_say_where_to_and_as_whom(receiver: Receiver, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(json.dumps(LINE) + "\n")
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url.removesuffix("/v1/traces"),
+        "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=blue",
+        "OTEL_SERVICE_NAME": "prefetch-7",
+        "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+    }
+    sent = kvprefetchd("tail", log, "--otlp", **environ)
+    assert (sent.returncode, sent.stdout, sent.stderr) == (0, "requests sent: 1\n", "")
+    [sender] = receiver.resources
+    assert (sender["service.name"], sender["service.version"]) == ("prefetch-7", __version__)
+    assert sender["deployment.environment.name"] == "test"
+    assert receiver.headers["x-tenant"] == "blue"
+
+
+def test_a_file_in_the_url_s_place_is_named(tmp_path: Path) -> None:
+    sent = kvprefetchd("tail", "--otlp", tmp_path / "log")
+    assert sent.returncode == 78
+    assert f"name FILE before it: otlp='{tmp_path}/log'" in sent.stderr
+    assert one_line(sent.stderr)
 
 
 def test_a_request_without_a_trace_has_one_of_its_own(receiver: Receiver) -> None:
