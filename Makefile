@@ -15,7 +15,7 @@ ON_GPU  = PYTHONPATH=build/links:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFF
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
+CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_estimate.py tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 CHECK_COVERAGE ?= 78

@@ -1,4 +1,4 @@
-"""The commands of docs/OPERATIONS.md and docs/TUNING.md that are marked for it run as they stand there, and the
+"""The commands of the PAGES of docs/ that are marked for it run as they stand there, and the
 configuration and image that the documents show are valid.
 """
 
@@ -24,7 +24,9 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = {name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md", "HINTS.md")}
+DOCS = {
+    name: (ROOT / "docs" / name).read_text() for name in ("OPERATIONS.md", "TUNING.md", "HINTS.md", "comparison.md")
+}
 
 
 def commands(mark: str) -> list[str]:

@@ -19,7 +19,7 @@ from ... import __version__
 from ...client.control import Unavailable
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
-from . import bench, configuration, doctor, install_unit, pages, prefetch, serve, status, store, tail, top
+from . import bench, configuration, doctor, estimate, install_unit, pages, prefetch, serve, status, store, tail, top
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
 from .help_page import Group, HelpPage
@@ -47,7 +47,7 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, bench, store, prefetch, pages)
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, bench, estimate, store, prefetch, pages)
 ALIASES = {"warm": "prefetch"}  # names of earlier releases
 
 

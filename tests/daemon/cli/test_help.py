@@ -60,8 +60,8 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 def test_every_command_is_there() -> None:
     expected = (
-        "serve check-config config status health stat reload mode top tail explain install-unit doctor bench store "
-        "prefetch docs completion"
+        "serve check-config config status health stat reload mode top tail explain install-unit doctor bench estimate "
+        "store prefetch docs completion"
     )
     assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
     assert [name for name in NAMES if " " in name] == ["config init", "store ls", "store stat", "store purge"]

@@ -36,7 +36,7 @@ SMALL = "--memory 64MiB --staging 1MiB --metrics-port 0"
 EXAMPLES = {
     "status": "", "health": "", "stat": "", "top": "--interval 0.2", "store ls": "", "store stat": "",
     "prefetch": "LIST", "explain": "cmpl-7 LOG", "check-config": SMALL, "doctor": SMALL,
-    "bench": f"{SMALL} --seconds 0",
+    "bench": f"{SMALL} --seconds 0", "estimate": "--token-bytes 2048 --tokens 1500 --link 1",
 }  # fmt: skip
 
 

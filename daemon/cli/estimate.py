@@ -1,0 +1,109 @@
+"""`kvprefetchd estimate`: what prefetch would hide of a fetch, by formula (docs/comparison.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...client.control import Unavailable
+from ..config.model import ConfigError
+from ..config.sizes import size
+from ..telemetry.overview import aligned, percent
+from ..telemetry.pretty import number
+from .common import PATH, Arguments, Real, declare, flag, option, show
+from .help_page import Group, HelpPage
+
+PAGE = HelpPage(
+    "estimate what prefetch would hide of a fetch",
+    details="A request waits W for a place in the engine: waiting x service / running, by Little's law, with the means "
+    "of vLLM's metrics. Its KV takes F over the link. It asks no daemon, and knows neither what the store holds nor "
+    "who else uses the link.",
+    examples=(
+        (
+            "kvprefetchd estimate --model MODEL_DIR --tokens 8000 --link 10 --waiting 4 --running 32 --service 20",
+            "a busy engine behind 10 Gbit/s",
+        ),
+        (
+            "kvprefetchd estimate --token-bytes 131072 --tokens 8000 --link 1 --prefill 25000",
+            "an idle one: would recomputing be sooner?",
+        ),
+    ),
+    exits={69: "the model's config.json cannot be read, or does not say it"},
+    also="docs/comparison.md; kvprefetchd bench measures the link",
+)
+FORMULAS = {"local": "W", "kvprefetch": "max(W, F)", "on_demand": "W + F", "recomputed": "W + R"}
+
+
+def add(commands: Group) -> None:
+    above: dict[str, Any] = {"type": Real(0, min_open=True), "metavar": "X"}
+    any_number: dict[str, Any] = {"type": Real(0), "metavar": "X", "default": 0.0}
+    declare(
+        commands,
+        "estimate",
+        run,
+        PAGE,
+        option("--model", metavar="DIR", type=PATH, help="the model's folder: its config.json says the KV of a token"),
+        option("--token-bytes", metavar="N", type=click.IntRange(1), help="or this says it: bytes, of all ranks"),
+        option("--tokens", metavar="N", type=click.IntRange(1), required=True, help="of the prompt, in the store"),
+        option("--link", **above, required=True, help="Gbit/s between store and engine"),
+        option("--waiting", **any_number, help="requests that wait (default: 0)"),
+        option("--service", **any_number, help="seconds for which a request runs (default: 0)"),
+        option("--running", **above, default=1.0, help="requests that run at a time (default: 1)"),
+        option("--prefill", **above, help="tokens a second that the engine computes, to compare with recomputing"),
+        flag("--json", "seconds, as JSON"),
+    )
+
+
+def times(wait_s: float, fetch_s: float, recompute_s: float | None) -> dict[str, float]:
+    """Return how long a request takes until all KV of its stored prefix is there, by way, in seconds."""
+    known = {"local": wait_s, "kvprefetch": max(wait_s, fetch_s), "on_demand": wait_s + fetch_s}
+    return known if recompute_s is None else known | {"recomputed": wait_s + recompute_s}
+
+
+def run(arguments: Arguments) -> int:
+    if (arguments.model is None) == (arguments.token_bytes is None):
+        raise ConfigError("estimate: name one of --model and --token-bytes")
+    count = arguments.tokens * (arguments.token_bytes or token_bytes(arguments.model))
+    wait_s = arguments.waiting * arguments.service / arguments.running
+    fetch_s = count * 8 / (arguments.link * 1e9)
+    recompute_s = arguments.tokens / arguments.prefill if arguments.prefill else None
+    found, hidden = times(wait_s, fetch_s, recompute_s), min(wait_s, fetch_s) / fetch_s
+    if arguments.json:
+        parts = {"wait_s": wait_s, "fetch_s": fetch_s, "recompute_s": recompute_s, "bytes": count}
+        show(parts | {"times_s": found, "hidden": hidden})
+        return 0
+    rows = [
+        ["W", f"{number(wait_s)} s", "the wait for a place"],
+        ["F", f"{number(fetch_s)} s", f"the fetch of {size(count)}"],
+        *([["R", f"{number(recompute_s)} s", "recomputing instead"]] if recompute_s is not None else []),
+        *([way.replace("_", " "), f"{number(took)} s", FORMULAS[way]] for way, took in found.items()),
+    ]
+    print("\n".join(aligned(rows)))
+    print(f"kvprefetch hides {percent(hidden)} of the fetch")
+    if recompute_s is not None and found["recomputed"] < found["kvprefetch"]:
+        print("recomputing would be sooner")
+    return 0
+
+
+def token_bytes(model: Path) -> int:
+    """Return the bytes of a token's KV in all layers, as a model's config.json has them; windows count in full.
+
+    Raises Unavailable.
+    """
+    path = model / "config.json"
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        raw = raw.get("text_config", raw)
+        each = raw["num_hidden_layers"] * (4 if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else 2)
+        if rank := raw.get("kv_lora_rank"):  # MLA: one latent vector in place of keys and values
+            return int(each * (rank + raw["qk_rope_head_dim"]))
+        heads = raw["num_attention_heads"]
+        width = raw.get("head_dim") or raw["hidden_size"] // heads
+        return int(each * 2 * (raw.get("num_key_value_heads") or heads) * width)
+    except OSError as error:
+        raise Unavailable(f"{path}: cannot be read: {error.strerror}", "name the model's folder") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unavailable(f"{path}: does not say it: {error!r}", "use --token-bytes") from None
