@@ -43,6 +43,7 @@ EX_DATA, EX_INTERRUPTED = 65, 130
 AT_ONCE_BYTES = 4 << 20  # of the lines of one message
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
+ANSWER_S = 30.0  # the door hashes all prompts of a message first
 PAUSE_S = 1.0  # after more prompts than the door takes in a second
 
 
@@ -57,7 +58,8 @@ def add(commands: Group) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    sender = Sender(Client(arguments.socket), arguments.engine, arguments.ttl * 1000, progress=sys.stderr.isatty())
+    client = Client(arguments.socket, timeout_s=ANSWER_S)
+    sender = Sender(client, arguments.engine, arguments.ttl * 1000, progress=sys.stderr.isatty())
     try:
         with opened(arguments.file) as file:
             for line in read(file):

@@ -13,23 +13,26 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..daemon.config.model import hints_socket
 from ..daemon.door.envelope import ACTION, VERSION, Answer, Answered
-from .control import TIMEOUT_S, Busy, Unavailable
+from ..shmring.wire.checks import first_error
+from .control import Busy, Unavailable
 
-WAIT_MS = 10_000  # in one question what became of a message
+WAIT_S = 10.0  # in one question what became of a message
 PAUSE_S = 0.2  # between questions: the door answers at once where too many callers wait
 
 
 class Door:
     """HTTP requests over the door's Unix socket, beside the control socket."""
 
-    def __init__(self, control: Path, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, control: Path, timeout_s: float = 30.0) -> None:
         self._path, self._timeout_s = hints_socket(control), timeout_s
 
-    def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
-        """Return status and answer. Raises Unavailable where nobody listens."""
-        connection = http.client.HTTPConnection("localhost", timeout=self._timeout_s + WAIT_MS / 1e3)
+    def ask(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> tuple[int, dict[str, Any]]:
+        """Return status and answer, `wait_s` later than usual. Raises Unavailable where nobody listens."""
+        connection = http.client.HTTPConnection("localhost", timeout=self._timeout_s + wait_s)
         where = f"socket={str(self._path)!r}"
         try:
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,8 +71,9 @@ class Announced:
         until, pause_s = time.monotonic() + timeout_s, 0.0
         while True:
             time.sleep(pause_s)
-            wait_ms = round(max(0.0, min(WAIT_MS, (until - time.monotonic()) * 1e3)))
-            self.outcomes = _outcomes(*self._door.ask("GET", f"/v1/kv_hints/{self.message_id}?wait_ms={wait_ms}"))
+            wait_s = max(0.0, min(WAIT_S, until - time.monotonic()))
+            path = f"/v1/kv_hints/{self.message_id}?wait_ms={round(wait_s * 1e3)}"
+            self.outcomes = _outcomes(*self._door.ask("GET", path, wait_s=wait_s))
             if self.done or (left_s := until - time.monotonic()) <= 0:
                 return self.outcomes
             pause_s = min(PAUSE_S, left_s)
@@ -80,4 +84,7 @@ def _outcomes(status: int, answer: Mapping[str, Any]) -> list[Answered]:
     if "actions" not in answer:
         kind = Busy if status == HTTPStatus.TOO_MANY_REQUESTS else Unavailable
         raise kind(str(answer.get("error", answer)))
-    return Answer.model_validate(answer).actions
+    try:
+        return Answer.model_validate(answer).actions
+    except ValidationError as error:  # a daemon of another release
+        raise Unavailable(f"the door answered with something else: {first_error(error, Answer)}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import kvprefetch.client as api
 from kvprefetch.client import Client, Prompt, Unavailable, explain
+from kvprefetch.client.door import Door
+from kvprefetch.daemon.config.model import hints_socket
 from tests.daemon.stores import blocks, stored
 from tests.daemon.telemetry.test_trace_picture import LINE
 from tests.lab.daemon import Daemon
@@ -67,6 +70,21 @@ def test_without_a_daemon_each_call_says_so(tmp_path: Path) -> None:
     for call in (client.status, lambda: client.prefetch([Prompt(token_ids=[1])])):
         with pytest.raises(Unavailable, match=r"none.*sock.*: No such file or directory; start"):
             call()
+
+
+def test_a_door_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(hints_socket(tmp_path / "d.sock")))
+        hung.listen()
+        with pytest.raises(Unavailable, match=r"no door answers: .*: timed out"):
+            Client(tmp_path / "d.sock", timeout_s=0.2).prefetch([Prompt(token_ids=[1])])
+
+
+def test_the_words_of_another_release_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    action = {"action_id": "0", "outcome": "postponed"}
+    monkeypatch.setattr(Door, "ask", lambda *_, **__: (202, {"message_id": "m", "actions": [action]}))
+    with pytest.raises(Unavailable, match=r"something else: actions\.0\.outcome"):
+        Client(tmp_path / "d.sock").prefetch([Prompt(token_ids=[1])])
 
 
 def test_the_socket_is_that_of_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
