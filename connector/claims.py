@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shmring.flags import Flag
-from ..shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind
+from ..shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind, session_digest
 from . import hints, request_hints
 from .config import ConnectorConfig, override
 from .geometry import Geometry
@@ -112,6 +112,7 @@ class Claims:
         Without room the cost does not depend on the number of blocks.
         """
         geometry, headers = self._geometry, request.trace_headers
+        session_id = request.session_id or own.session_id
         handle: Handle | None = session.producer.hint(
             HINT,
             PROTOCOL,
@@ -128,6 +129,7 @@ class Claims:
             request.request_id,
             request.priority if own.priority is None else own.priority,
             NO_TRACE if headers is None else hints.trace_of(headers),
+            session_digest(session_id) if session_id else NO_SESSION,
         )
         if handle is not None:
             self._counters["hints"] += 1

@@ -1,4 +1,4 @@
-"""The hints that a request brings with it: whether to fetch its KV, how urgently, and how much of it to load. Pure.
+"""The hints that a request brings with it: whether, how urgently and how much of its KV to fetch; its session. Pure.
 
 A router puts vLLM's envelope of KV hints (vllm/v1/kv_hints/protocol.py) into `Request.kv_hints`, or as `kv_hints` or
 `kv_hint` into `kv_transfer_params`.  The action `kv.prefetch` of version 1.0 is known; other actions, versions and
@@ -16,23 +16,32 @@ from ..shmring.wire.checks import shown
 PROTOCOL_VERSION, ACTION_TYPE, ACTION_VERSION = "0.1", "kv.prefetch", "1.0"
 MAX_ACTIONS = 16  # of an envelope: the engine's thread reads no more
 NO_CAP = (1 << 63) - 1
+MAX_SESSION_ID = 256  # characters
 # The fields that are known, each with its type and its bounds. The ring carries a priority of 32 bits.
-_FIELDS: Mapping[str, tuple[type[int], int, int]] = {
+_FIELDS: Mapping[str, tuple[type[Any], int, int]] = {
     "fetch": (bool, 0, 1),
     "priority": (int, -(1 << 31), (1 << 31) - 1),
     "max_load_tokens": (int, 0, NO_CAP),
+    "session_id": (str, 1, MAX_SESSION_ID),  # its length
+}
+_WANTED: Mapping[type[Any], str] = {
+    bool: "true or false",
+    int: "an integer from {} to {}",
+    str: "a text of {} to {} characters",
 }
 
 
 class RequestHints(NamedTuple):
     """`priority`: of the fetch, in place of the request's own. `bad`: by field, why a value is ignored, in one line.
 
-    At most `max_load_tokens` are loaded in addition to those in the engine's own cache.
+    At most `max_load_tokens` are loaded in addition to those in the engine's own cache.  `session_id`: for a request
+    without one of its own.
     """
 
     fetch: bool = True
     priority: int | None = None
     max_load_tokens: int = NO_CAP
+    session_id: str = ""
     bad: Mapping[str, str] = MappingProxyType({})
 
 
@@ -46,7 +55,7 @@ def parse(kv_hints: Any, kv_transfer_params: Any) -> RequestHints:
     params = kv_transfer_params if isinstance(kv_transfer_params, Mapping) else {}
     found: dict[str, Any] = {}
     bad: dict[str, str] = {}
-    _read({"max_load_tokens": params.get("max_load_tokens")}, found, bad)
+    _read({name: params.get(name) for name in ("max_load_tokens", "session_id")}, found, bad)
     given = ("kv_hint", params.get("kv_hint")), ("kv_hints", params.get("kv_hints")), ("kv_hints", kv_hints)
     for name, envelope in given:
         if envelope is not None:
@@ -77,9 +86,8 @@ def _field(holder: Any, name: str) -> Any:
 
 def _read(payload: Mapping[Any, Any], found: dict[str, Any], bad: dict[str, str]) -> None:
     for name, (kind, least, most) in _FIELDS.items():
-        value = payload.get(name)
-        if type(value) is kind and least <= value <= most:
+        value: Any = payload.get(name)
+        if type(value) is kind and least <= (len(value) if kind is str else value) <= most:
             found[name] = value
         elif value is not None:
-            wanted = "true or false" if kind is bool else f"an integer from {least} to {most}"
-            bad[name] = f"should be {wanted}: {name}={shown(value)}"
+            bad[name] = f"should be {_WANTED[kind].format(least, most)}: {name}={shown(value)}"

@@ -94,6 +94,7 @@ class Pusher:
         request_id: str,
         priority: int,
         trace: bytes,
+        session_digest: bytes,
         /,
     ) -> Handle[S] | None: ...
 

@@ -7,7 +7,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are little-en
 enum { HEADER_BYTES = 16, ALIGN = 64 };
 #define PADDING 0xFFFFFFFFu
 /* Of a HINT record, as in wire/records.py. */
-enum { HINT_BYTES = 68, MAX_NAME_BYTES = 512, TRACE_BYTES = 24, MAX_HASH_BYTES = 64 };
+enum { HINT_BYTES = 84, MAX_NAME_BYTES = 512, TRACE_BYTES = 24, SESSION_BYTES = 16, MAX_HASH_BYTES = 64 };
 
 /* --- Pusher -------------------------------------------------------------------------------------------------------- */
 
@@ -195,7 +195,7 @@ static const uint64_t number_max[NUMBERS] = {PADDING - 1,  255,         STATES, 
 
 static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { SESSION = NUMBERS, ALLOCATOR, DIGESTS, ID, PRIORITY, TRACE, ARGUMENTS };
+    enum { SESSION = NUMBERS, ALLOCATOR, DIGESTS, ID, PRIORITY, TRACE, SESSION_DIGEST, ARGUMENTS };
     uint64_t n[NUMBERS];
     _Atomic uint64_t *tail, *sleeping;
     if (nargs != ARGUMENTS)
@@ -207,16 +207,19 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
         if (n[i] > number_max[i])
             return PyErr_Format(PyExc_ValueError, "hint out of bounds: argument %d is %llu, max %llu", i, n[i], number_max[i]);
     }
-    if (!PyObject_TypeCheck(args[ALLOCATOR], allocator_type) || !PyList_Check(args[DIGESTS]) || !PyBytes_Check(args[TRACE]))
-        return PyErr_Format(PyExc_TypeError, "a hint takes an Allocator, a list of digests and the bytes of a trace");
+    if (!PyObject_TypeCheck(args[ALLOCATOR], allocator_type) || !PyList_Check(args[DIGESTS]) ||
+        !PyBytes_Check(args[TRACE]) || !PyBytes_Check(args[SESSION_DIGEST]))
+        return PyErr_Format(PyExc_TypeError, "a hint takes an Allocator, a list of digests, and bytes of a trace and a session");
     Allocator *allocator = (Allocator *)args[ALLOCATOR];
     PyObject *digests = args[DIGESTS];
     Py_ssize_t count = (Py_ssize_t)n[COUNT], wanted = pages_of((Py_ssize_t)n[ITEMS]);
     PyObject *first = PyList_Size(digests) > 0 ? PyList_GetItem(digests, 0) : NULL;
     if (first == NULL || !PyBytes_Check(first) || count < 1 || count > PyList_Size(digests) || wanted > UINT16_MAX ||
-        PyBytes_Size(args[TRACE]) != TRACE_BYTES)
-        return PyErr_Format(PyExc_ValueError, "hint out of bounds: digests=%zd count=%zd pages=%zd trace_bytes=%zd",
-                            PyList_Size(digests), count, wanted, PyBytes_Size(args[TRACE]));
+        PyBytes_Size(args[TRACE]) != TRACE_BYTES || PyBytes_Size(args[SESSION_DIGEST]) != SESSION_BYTES)
+        return PyErr_Format(PyExc_ValueError,
+                            "hint out of bounds: digests=%zd count=%zd pages=%zd trace_bytes=%zd session_bytes=%zd",
+                            PyList_Size(digests), count, wanted, PyBytes_Size(args[TRACE]),
+                            PyBytes_Size(args[SESSION_DIGEST]));
     Py_ssize_t size = PyBytes_Size(first), name_bytes = 0, index = 0;
     if (size < 1 || size > MAX_HASH_BYTES)
         return PyErr_Format(PyExc_ValueError, "digest out of bounds: bytes=%zd max=%d", size, MAX_HASH_BYTES);
@@ -268,6 +271,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     head = put(put(head, (uint64_t)priority, 4), n[PROMPT_TOKENS], 4);
     head = put(put(head, (uint64_t)generation, 8), n[ARRIVAL_NS], 8);
     memcpy(head, PyBytes_AsString(args[TRACE]), TRACE_BYTES);
+    memcpy(head + TRACE_BYTES, PyBytes_AsString(args[SESSION_DIGEST]), SESSION_BYTES);
     Handle *handle = PyObject_New(Handle, handle_type);
     if (handle == NULL)
         goto end;
@@ -292,7 +296,7 @@ static PyMethodDef Pusher_methods[] = {
     {"fits", (PyCFunction)Pusher_fits, METH_O, "fits(length) -> bool: whether such a payload can be pushed now"},
     {"hint", (PyCFunction)(void (*)(void))Pusher_hint, METH_FASTCALL,
      "hint(kind, version, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, session, "
-     "allocator, digests, request_id, priority, trace) -> Handle, or None without a flag or room"},
+     "allocator, digests, request_id, priority, trace, session_digest) -> Handle, or None without a flag or room"},
     {NULL, NULL, 0, NULL},
 };
 

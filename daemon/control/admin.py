@@ -76,7 +76,8 @@ class Admin:
         """Hand a prompt to the engine that it is announced to; `fd`: a memfd with its digests, which stays open."""
         for epoch in self._epochs.attached(uid):
             if epoch.engine.engine_id == order.engine and epoch.number == order.epoch:
-                epoch.announce(order, _digests(fd, order.hashes * order.hash_bytes), reply)
+                hashes = b"" if order.session else _digests(fd, order.hashes * order.hash_bytes)
+                epoch.announce(order, hashes, reply)
                 return
         text = f"this engine is not attached any more: engine={order.engine!r} epoch={order.epoch}"
         reply(Outcome(number=order.number, outcome="rejected", reason=text))

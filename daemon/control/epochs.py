@@ -71,6 +71,7 @@ class Epochs:
             lease_ns=config.lease_ns,
             media=config.disk is not None or config.mooncake_config is not None,
             histories=shared.histories,
+            sessions=config.sessions == "on",
         )
         unnamed = config.namespaces == "shared" or engine.scheduler.upstream_keys
         epoch = Epoch(services, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
+from ...shmring.wire.records import session_digest
 from .envelope import (
     ACTION,
     VERSION,
@@ -151,8 +152,9 @@ class App:
 
     def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
         message.tell(action, engine=engine.engine)
-        hashes, size = self._digests(engine, prompt)
-        if not hashes:
+        session = prompt.session_id if (prompt.token_ids or prompt.block_hashes) is None else None
+        hashes, size = self._digests(engine, prompt) if session is None else (b"", 1)
+        if not hashes and session is None:
             message.tell(action, outcome="missing", reason="the prompt has no whole block that a request could load")
             return
         order = Announce(
@@ -163,6 +165,7 @@ class App:
             epoch=engine.epoch,
             hashes=len(hashes) // size,
             hash_bytes=size,
+            session="" if session is None else session_digest(session).hex(),
             expected_ms=prompt.expected_in_ms,
             ttl_ms=prompt.ttl_ms,
             priority=prompt.priority,

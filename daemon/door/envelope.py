@@ -25,7 +25,9 @@ class Said(BaseModel):
 
 
 class Prefetch(Said):
-    """The payload of `kv.prefetch`: a prompt, as `token_ids` or as the whole `block_hashes` (hex) of its blocks.
+    """The payload of `kv.prefetch`: a prompt.
+
+    As `token_ids`, as the whole `block_hashes` (hex) of its blocks, or as the newest one of a session (`session_id`).
 
     `model`, `engine` (an engine's id or its start) and `dp_rank` say which attached engine it is for; each may be
     missing.  The request is expected in `expected_in_ms`, and after `ttl_ms` no more.  Of what waits, the smallest
@@ -37,6 +39,7 @@ class Prefetch(Said):
     dp_rank: int | None = Field(default=None, ge=0, le=1 << 20)
     token_ids: TokenIds | None = None
     block_hashes: Annotated[list[Digest], Field(min_length=1, max_length=MAX_HASHES)] | None = None
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
     lora_name: str | None = None
     request_id: str | None = Field(default=None, max_length=256)
@@ -165,11 +168,10 @@ def payload(action: Action) -> Prefetch:
         found = Prefetch.model_validate(action.payload)
     except ValidationError as error:
         raise Bad(400, f"action {action.action_id}: {first_error(error, Prefetch)}") from None
-    if (found.token_ids is None) == (found.block_hashes is None):
-        given = "both" if found.token_ids else "neither"
-        raise Bad(
-            400, f"action {action.action_id}: payload: one of token_ids and block_hashes is wanted: given={given}"
-        )
+    both, neither = None not in (found.token_ids, found.block_hashes), (found.token_ids or found.block_hashes) is None
+    if both or (neither and found.session_id is None):
+        text = f"one of token_ids, block_hashes and session_id is wanted: given={'both' if both else 'none'}"
+        raise Bad(400, f"action {action.action_id}: payload: {text}")
     if found.lora_name and found.token_ids is not None:
         text = "the path of a LoRA is part of its hashes: announce block_hashes"
         raise Bad(400, f"action {action.action_id}: lora_name: {text}: lora_name={found.lora_name!r:.80}")

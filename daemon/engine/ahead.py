@@ -236,6 +236,11 @@ class Ahead:
                 self._over(number, "used" if each.stage is Stage.DONE else "late")
         return found
 
+    def expire(self, number: int) -> None:
+        """No request will come for this announcement: its time is over."""
+        if (each := self._known.get(number)) is not None:
+            each.announced = each.announced._replace(until_ns=0)
+
     def late(self, now_ns: int) -> list[Key]:
         """End the announcements whose time is over; return the requests of theirs that are to be stopped."""
         over = [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]

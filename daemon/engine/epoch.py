@@ -15,7 +15,7 @@ from ...shmring.ring import Record
 from ...shmring.wire import records
 from ...shmring.wire.admin import Announce
 from ...shmring.wire.attach import Mapped, Reset, ResetDone
-from ...shmring.wire.records import FlagState, ProtocolError, RecordKind
+from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, RecordKind
 from ..config.model import Mode
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
@@ -100,6 +100,7 @@ class Epoch(Caller):
         """Count slots, pins, requests and credits, as an auditor wants them."""
         parts = self.parts
         ahead = {"announcements_open": parts.ahead.count, "blocks_ahead": parts.ahead.blocks}
+        ahead["sessions"] = len(parts.sessions)
         return {**self.planner.gauges(), **ahead, **self.saver.gauges(), **parts.promotions.gauges()}
 
     def numbers(self) -> dict[str, int]:
@@ -216,7 +217,10 @@ class Epoch(Caller):
         now = self._services.clock_ns()
         prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
-        self.traces.begin(key, hint, now, self.parts.ahead.arrived(hint.hashes, hint.hash_bytes))
+        met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes), None
+        if hint.session != NO_SESSION and self._services.sessions:
+            gap_ns = self._calls.session_came(hint, now)
+        self.traces.begin(key, hint, now, met, gap_ns)
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
@@ -292,6 +296,7 @@ class Epoch(Caller):
         parts.reasons.moved(parts.ranks.namespaces)
         self._calls.count_puts(self.saver.reset(reset.reset_generation, parts.reasons.stored))
         parts.ahead.stop("its weights changed")
+        parts.sessions.clear()
         for request in self.contain(self.planner.reset, list[Request]()):
             self._write(request, Ending.RESET)
         parts.send(ResetDone(reset_generation=reset.reset_generation))

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from ...kv.prompts import Prompt
+from ...shmring.wire import admin
 from ...shmring.wire.admin import Announce, Outcome
+from ...shmring.wire.records import Hint
 from ..planning.requests import Broken, Request, TakenBack
 from ..planning.runs import Lane
 from ..telemetry.metrics import ANNOUNCED_RESULTS
@@ -20,6 +22,7 @@ from .epoch_parts import EpochParts
 from .lookups import Answer, Batch, Lost
 from .promoter import DeviceJob
 from .saver import Put
+from .sessions import Chain, Due
 
 OnResult = Callable[[Any], None]
 Reply = Callable[[Outcome], bool | None]  # True: it has to be said again
@@ -41,6 +44,7 @@ class EpochCalls:
         self._copy()
         if slots := parts.saver.next_grant(saving=parts.saving):
             parts.channel.credits.grant(slots)
+        self._announce_sessions(now)
         while self._hint_ahead(now):
             self._look_up_next(now)
             self.publish()
@@ -88,20 +92,26 @@ class EpochCalls:
     def _look_up_next(self, now_ns: int) -> None:
         if not self._services.store.answering:
             self.answer(self._parts.look_ups.give_up(now_ns), now_ns)
-        elif (batch := self._parts.look_ups.next_batch(now_ns)) is not None:
-            questions, store = [question.digests for question in batch.questions], self._services.store
+            return
+        parts, look_ups = self._parts, self._parts.look_ups
+        if not look_ups.keeps and (chain := parts.sessions.next_lease(now_ns)) is not None:
+            blocks = len(chain.hashes) // (chain.hash_bytes * parts.block_hashes)
+            look_ups.keep(Prompt(parts.engine.groups, chain.hashes, range(blocks), room=1 << 30, staged=_not_staged))
+        if (batch := look_ups.next_batch(now_ns)) is not None:
+            store = self._services.store
             media = self._services.media and not batch.renewal
-            run = partial(transfers.look_up, store, self._parts.ranks, questions, media=media)
+            run = partial(transfers.look_up, store, parts.ranks, batch.digests, media=media)
             self._start(Kind.LOOK_UP, run, partial(self._looked_up, batch), partial(self._look_up_overdue, batch))
 
     def _look_up_overdue(self, batch: Batch) -> None:
-        blocks = sum(len(question.digests) for question in batch.questions)
+        blocks = sum(map(len, batch.digests))
         self._parts.log.warning("call.overdue", call="look_up", blocks=blocks)
         self._services.store.suspect("look_up")
         self._looked_up(batch, None)
 
     def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found, now = None if isinstance(result, BaseException) else result, self._services.clock_ns()
+        self._parts.counters.add("kept_blocks", len(batch.kept))
         self.answer(self._parts.look_ups.answered(batch.number, found, now), now)
 
     def answer(self, answers: Sequence[Answer | Lost], now_ns: int) -> None:
@@ -134,13 +144,54 @@ class EpochCalls:
     # --- announcements ----------------------------------------------------------------------------------------------
 
     def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
-        """Stage a prompt that no request wants yet; `reply` gets what becomes of it."""
+        """Stage a prompt that no request wants yet; `reply` gets what becomes of it.
+
+        An `order` that names a session is for the newest prompt of that.
+        """
+        if order.session:
+            if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
+                reply(Outcome(number=order.number, outcome="missing", reason="no request of this session came lately"))
+                return
+            hashes, size = chain.hashes, chain.hash_bytes
+            order = order.model_copy(update={"hashes": len(hashes) // size, "hash_bytes": size})
         self._announcements += 1
         self._replies[self._announcements] = order, reply
         ahead, mode = self._parts.ahead, self._parts.mode
         ahead.add(self._announcements, order, hashes, self._services.clock_ns())
         if mode != "on":
             ahead.stop(f"nothing is staged for this engine now: mode={mode}")
+
+    def session_came(self, hint: Hint, now_ns: int) -> int | None:
+        """Take a hint of a session's request; return how long (ns) after the session's last one it came."""
+        parts = self._parts
+        chain, block_ns = Chain(bytes(hint.hashes), hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
+        gap_ns, outdated = parts.sessions.arrived(hint.session, chain, now_ns, block_ns * len(parts.engine.groups))
+        for number in outdated:
+            parts.ahead.expire(number)
+        return gap_ns
+
+    def _announce_sessions(self, now_ns: int) -> None:
+        """Announce the prompts of sessions that are about to come back."""
+        parts, sessions = self._parts, self._parts.sessions
+        free_blocks = parts.planner.blocks.free // len(parts.engine.groups)
+        while parts.mode == "on" and (due := sessions.next_due(now_ns, free_blocks)) is not None:
+            free_blocks = 0  # for the next ones, until it is known how much this one takes
+            number = self._announcements + 1
+            order = Announce(
+                caller=admin.Caller(uid=0, groups=[]),
+                number=number,
+                name="session",
+                engine=parts.engine.engine_id,
+                epoch=parts.memory.layout.epoch,
+                session=due.session.hex(),
+                expected_ms=due.expected_ms,
+                ttl_ms=due.ttl_ms,
+            )
+            sessions.announced(due, number)
+            self.announce(order, b"", partial(self._session_told, due))
+
+    def _session_told(self, due: Due, outcome: Outcome) -> None:
+        self._parts.sessions.told(due, self._services.clock_ns(), outcome)
 
     def _hint_ahead(self, now_ns: int) -> bool:
         """Plan announced prompts; False if none waits to be planned."""
@@ -259,3 +310,8 @@ class EpochCalls:
         """Log why there is no device cache any more, if there is a reason."""
         if error:
             self._parts.log.warning("device.off", error=error)
+
+
+def _not_staged(_: bytes) -> bool:
+    """Have the store asked for each block, since the question keeps its lease."""
+    return False

@@ -25,6 +25,7 @@ from .memory import EngineInfo, EngineMemory
 from .promoter import COPY_BYTES, Promoter
 from .reasons import Histories, Reasons
 from .saver import Saver
+from .sessions import Sessions
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
@@ -34,7 +35,7 @@ class Services(NamedTuple):
     """What the daemon lends to its epochs.
 
     `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `media`: look-ups ask
-    where values lie.
+    where values lie.  `sessions`: their prompts are staged before they come back.
     """
 
     store: Store
@@ -47,6 +48,7 @@ class Services(NamedTuple):
     lease_ns: int
     media: bool
     histories: Histories
+    sessions: bool = True
 
 
 class EpochParts:
@@ -80,7 +82,9 @@ class EpochParts:
         self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
         self.put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
-        self.ahead = Ahead(engine.groups.unit_tokens // engine.groups.hash_tokens, room, partial=engine.groups.partial)
+        self.block_hashes = engine.groups.unit_tokens // engine.groups.hash_tokens
+        self.ahead = Ahead(self.block_hashes, room, partial=engine.groups.partial)
+        self.sessions = Sessions(self.block_hashes, lease_ns)
         copies, copy_blocks = self.planner.blocks.copies, COPY_BYTES // memory.block_bytes
         self.promotions = Promotions(copies, self.planner.requests, self.channel, chunk_blocks=copy_blocks)
         self.promoter = Promoter(memory.device, self.promotions)

@@ -7,7 +7,8 @@ at once.
 
 A hit that waits longer than half a lease for its fetch is asked for again, which renews the lease: in parts, the most
 urgent request's first.  Batches of renewals take turns with batches of new requests, so that neither waits for all of
-the other, and ask for no medium, which would cost seven times as much.
+the other, and ask for no medium, which would cost seven times as much.  When there is neither, a prompt that no request
+wants yet is asked for, part by part, so that its leases are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
+from ...kv.prompts import Prompt
 from ..planning.bad_values import BadValues
 from ..planning.requests import Key, Request, Urgency
 from .transfers import Found
@@ -27,6 +29,8 @@ FIRST_DIGESTS = 64  # of a prompt's first slice: a miss then costs little more t
 SLICE_DIGESTS = 4096  # of the later ones: a call of 10 ms, or of 35 where it asks for the medium
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
+KEPT_NS = 50_000  # per digest of prompts that no request wants yet, and a second's worth at once
+KEPT_BURST_NS = 1_000_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +57,19 @@ class Question(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Questions for one store call. `renewal`: the store had all these blocks before."""
+    """Questions for one store call. `renewal`: the store had all these blocks before.
+
+    Or, in place of questions, the next blocks of the prompt that is `kept`.
+    """
 
     number: int
     questions: Sequence[Question]
     renewal: bool
+    kept: Sequence[bytes] = ()
+
+    @property
+    def digests(self) -> list[Sequence[bytes]]:
+        return [self.kept] if self.kept else [question.digests for question in self.questions]
 
 
 class Answer(NamedTuple):
@@ -92,6 +104,8 @@ class LookUps:
         self._renewing: list[tuple[Urgency, int, Key]] = []  # due parts
         self._room = RENEWED_PER_TICK  # digests
         self._new_before = 0  # digests of the last batch, if it was of new requests: then renewals have their turn
+        self._kept: Prompt | None = None  # no request wants it yet
+        self._kept_ns = 0  # when its next part may be asked for
         self._flight: Batch | None = None
         self._number = 0
 
@@ -133,7 +147,34 @@ class LookUps:
                 self._number += 1
                 self._flight = Batch(self._number, questions, renewal)
                 return self._flight
-        return None
+        return self._keep(now_ns)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a prompt is being asked for that no request wants yet."""
+        return self._kept is not None
+
+    def keep(self, prompt: Prompt) -> None:
+        """Ask for a prompt that no request wants yet, while there is nothing else to ask for."""
+        self._kept = prompt
+
+    def _keep(self, now_ns: int) -> Batch | None:
+        if self._kept is None or now_ns < self._kept_ns:
+            return None
+        if not (names := self._kept.next(BATCH_DIGESTS)):
+            self._kept = None
+            return None
+        self._kept_ns = max(self._kept_ns, now_ns - KEPT_BURST_NS) + KEPT_NS * len(names)
+        self._number += 1
+        self._flight = Batch(self._number, (), True, names)
+        return self._flight
+
+    def _keep_on(self, found: Sequence[Found] | None) -> None:
+        """Go on with the prompt that is kept, up to what the store has of it."""
+        if self._kept is not None and found is not None:
+            self._kept.found(found[0].present, b"")
+        else:
+            self._kept = None
 
     def _new(self, now_ns: int) -> list[Question]:
         questions: list[Question] = []
@@ -173,6 +214,9 @@ class LookUps:
         if self._flight is None or number != self._flight.number:
             return []  # given up before
         batch, self._flight = self._flight, None
+        if batch.kept:
+            self._keep_on(found)
+            return []
         answers = list[Answer | Lost]()
         for question, each in zip(batch.questions, found or repeat(None, len(batch.questions)), strict=True):
             first = -1 if each is None else each.present.find(0)

@@ -97,6 +97,11 @@ class Blocks:
 
     # --- room -------------------------------------------------------------------------------------------------------
 
+    @property
+    def free(self) -> int:
+        """Return how many slots no block is in."""
+        return len(self._free)
+
     def budget(self, lane: Lane) -> int:
         """Return how many more slots this lane may use, free or not."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]

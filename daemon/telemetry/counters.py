@@ -13,6 +13,7 @@ _LOGGED = (
     *("hints", "bad_records", "hit_blocks", "miss_blocks", "failed_blocks", "loaded_blocks", "saved_blocks"),
     *("saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "promoted_blocks"),
     "device_blocks",
+    "kept_blocks",
 )
 
 

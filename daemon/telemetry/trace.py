@@ -46,8 +46,10 @@ class Met(NamedTuple):
 class Trace:
     """Collects the times of one hinted request (CLOCK_MONOTONIC nanoseconds; 0: did not happen)."""
 
-    def __init__(self, hint: Hint, seen_ns: int, kv_groups: int = 1, met: Met | None = None) -> None:
-        self.kv_groups, self.met = kv_groups, met
+    def __init__(
+        self, hint: Hint, seen_ns: int, kv_groups: int = 1, met: Met | None = None, gap_ns: int | None = None
+    ) -> None:
+        self.kv_groups, self.met, self.gap_ns = kv_groups, met, gap_ns
         self.request_id = hint.request_id
         self.arrived_ns = hint.arrival_ns
         self.hint_seen_ns = seen_ns
@@ -122,6 +124,7 @@ class Trace:
             "announced_ms": round((self.arrived_ns - self.met.since_ns) / 1e6, 3) if self.met else None,
             "announced_blocks": self.met.blocks if self.met else 0,
             "announced_staged": min(self.staged_blocks, self.met.blocks) if self.met else 0,
+            "session_gap_ms": round(self.gap_ns / 1e6, 3) if self.gap_ns is not None else None,
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
             **self._reasons(request, work),
         }
@@ -156,9 +159,9 @@ class Traces:
         self._traces: dict[Key, Trace] = {}
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
 
-    def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None) -> None:
-        """A hint was read; `met`: the announcement that its request had."""
-        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met)
+    def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None, gap_ns: int | None = None) -> None:
+        """A hint was read; `met`: the announcement that its request had; `gap_ns`: since its session's last request."""
+        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met, gap_ns)
 
     def asked(self, key: Key, asked_ns: int) -> None:
         if (trace := self._traces.get(key)) is not None:

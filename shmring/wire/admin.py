@@ -143,6 +143,7 @@ class Announce(Packet):
 
     Only the process of the HTTP door may send it: root, or the daemon's user.  Each Outcome carries its `number`.  The
     log has its `name`.  The request is expected in `expected_ms`, and after `ttl_ms` no more.  `most_blocks`: to stage.
+    With a `session`, by the digest of its id in hex, it is the newest prompt of that, and the descriptor is empty.
     """
 
     type: Literal["announce"] = "announce"
@@ -151,8 +152,9 @@ class Announce(Packet):
     name: str = Field(max_length=256)
     engine: str = Field(max_length=256)
     epoch: int
-    hashes: int = Field(ge=1, le=1 << 20)
-    hash_bytes: int = Field(ge=1, le=64)
+    hashes: int = Field(default=0, ge=0, le=1 << 20)
+    hash_bytes: int = Field(default=1, ge=1, le=64)
+    session: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     expected_ms: int = Field(default=0, ge=0, le=3_600_000)
     ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
     priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)

@@ -20,18 +20,20 @@ Flag states, and which side may make each transition (a compare-and-swap with th
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_REQUEST_ID_BYTES = 512
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 
 
 NO_TRACE = bytes(24)
+NO_SESSION = bytes(16)
 
 
 class ProtocolError(Exception):
@@ -77,8 +79,8 @@ class Outcome(enum.IntEnum):
 
 # As Pusher.hint writes it (shmring/_ring.c); test_hint_in_c.py compares both.
 # version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
-# arrival ns, trace id and parent span id
-HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s")
+# arrival ns, trace id and parent span id, digest of the session's id
+HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s16s")
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
@@ -94,7 +96,7 @@ class Hint(NamedTuple):
     Times are CLOCK_MONOTONIC nanoseconds.  `pages` of the segment are the flag's slot table, as many as entries for all
     blocks that are not local would need, in every KV group; the entries are those of the blocks to load, group by
     group.  `trace`: the request's place in a trace, as W3C's Trace Context has it: 16 bytes of trace id and 8 of the
-    parent span's; zeros without one.
+    parent span's; zeros without one.  `session`: as `session_digest` has it; zeros without one.
     """
 
     flag: int
@@ -109,6 +111,7 @@ class Hint(NamedTuple):
     hashes: memoryview
     pages: Sequence[int]
     trace: bytes = NO_TRACE
+    session: bytes = NO_SESSION
 
 
 class Ask(NamedTuple):
@@ -158,6 +161,11 @@ class Saved(NamedTuple):
     names: list[bytes]
 
 
+def session_digest(session_id: str) -> bytes:
+    """Return the 16 bytes that stand for a session's id in a hint."""
+    return hashlib.blake2b(session_id.encode(errors="replace"), digest_size=len(NO_SESSION)).digest()
+
+
 def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None = None) -> int:
     """Return the size of a HINT record's payload, with a slot table for so many items; without an id its bound."""
     id_bytes = MAX_REQUEST_ID_BYTES if request_id is None else len(request_id.encode(errors="replace"))
@@ -169,7 +177,7 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
     fields = _unpack(HINT_HEAD, payload)
-    _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, trace = fields
+    _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, *origin = fields
     pages_at = HINT_HEAD.size + id_bytes
     hashes_at = pages_at + 4 * page_count
     size = len(payload) - hashes_at
@@ -180,7 +188,7 @@ def decode_hint(payload: memoryview) -> Hint:
     name = bytes(payload[HINT_HEAD.size : pages_at]).decode(errors="replace")
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = payload[hashes_at:]
-    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, trace)
+    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, *origin)
 
 
 def encode_ask(ask: Ask) -> bytes:

@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from kvprefetch.connector.request_hints import MAX_ACTIONS, NO_CAP, NO_HINTS, RequestHints, parse  # noqa: E402
+from kvprefetch.shmring.wire.records import NO_SESSION, session_digest  # noqa: E402
 
 from .fakes import BLOCK, Engine  # noqa: E402
 
@@ -63,7 +64,7 @@ def brought(way: str, content: Any) -> dict[str, Any]:
 def test_all_fields_are_read_from_vllm_s_own_request(way: str) -> None:
     payload = {"fetch": False, "priority": -7, "max_load_tokens": 64, "session_id": "s", "token_ids": [1], "ttl_ms": 5}
     found = parse(*brought(way, envelope(action(payload))).values())
-    assert found == RequestHints(fetch=False, priority=-7, max_load_tokens=64, bad={})
+    assert found == RequestHints(fetch=False, priority=-7, max_load_tokens=64, session_id="s", bad={})
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,8 @@ def test_the_last_of_several_values_counts() -> None:
         ({"priority": 1.0}, "should be an integer from .*: priority=1.0"),
         ({"max_load_tokens": -1}, f"should be an integer from 0 to {NO_CAP}: max_load_tokens=-1"),
         ({"max_load_tokens": [1] * 100_000}, r"should be an integer from .*: max_load_tokens=\[1, .{1,200}"),
+        ({"session_id": 7}, "should be a text of 1 to 256 characters: session_id=7"),
+        ({"session_id": "s" * 257}, "should be a text of 1 to 256 characters: session_id='s.{1,200}"),
         ([1], r"should be an object: payload=\[1\]"),
     ],
 )
@@ -142,6 +145,17 @@ def test_the_fetch_has_the_hint_s_priority(way: str) -> None:
     engine = Engine()
     engine.add("r", 3 * BLOCK, priority=5, **brought(way, envelope(action({"priority": -9}))))
     assert engine.daemon.hint("r").priority == -9
+
+
+def test_the_hint_names_the_session_by_the_digest_of_its_id() -> None:
+    """Its own attribute goes before a hint that travels with it; without either there are zeros."""
+    engine = Engine()
+    engine.add("own", 3 * BLOCK, session_id="a", kv_transfer_params={"session_id": "b"})
+    engine.add("params", 3 * BLOCK, kv_transfer_params={"session_id": "b"})
+    engine.add("hint", 3 * BLOCK, **brought("kv_hints", envelope(action({"session_id": "c"}))))
+    engine.add("none", 3 * BLOCK)
+    found = [engine.daemon.hint(name).session for name in ("own", "params", "hint", "none")]
+    assert found == [*map(session_digest, "abc"), NO_SESSION]
 
 
 def capped(tokens: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvprefetch.shmring._atomics import Handle
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack
-from kvprefetch.shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, RecordKind
+from kvprefetch.shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, RecordKind
 
 from .conftest import Control, small_layout
 
@@ -33,7 +33,7 @@ class Held:
         producer, allocator = self.control.producer(), FlagAllocator(self.engine)
         numbers = (int(RecordKind.HINT), PROTOCOL, HINTED, BLOCKS, BLOCKS, BLOCKS, 0, 99, 5)
         digests = [bytes([number]) * 8 for number in range(BLOCKS)]
-        handle = producer.hint(*numbers, "session", allocator, digests, "request", 0, NO_TRACE)
+        handle = producer.hint(*numbers, "session", allocator, digests, "request", 0, NO_TRACE, NO_SESSION)
         assert handle is not None
         self.handle: Handle[str] = handle
         self.daemon.lend(handle.flag, self.engine.lent(handle.flag))

@@ -17,7 +17,7 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, FlagTable, pack
 from kvprefetch.shmring.layout import PAGE_ENTRIES, Line
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.records import NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
+from kvprefetch.shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
 from tests.support.encoded import encode_hint
 
 from .conftest import Control, small_layout
@@ -52,6 +52,7 @@ class Side:
             "request_id": "request",
             "priority": 0,
             "trace": NO_TRACE,
+            "session_digest": NO_SESSION,
         } | changes
         return self.producer.hint(*fields.values())
 
@@ -75,25 +76,44 @@ class Side:
     st.integers(0, (1 << 32) - 1),
     st.integers(0, (1 << 64) - 1),
     st.binary(min_size=24, max_size=24),
+    st.binary(min_size=16, max_size=16),
     st.integers(0, 3),
 )
 def test_the_daemon_decodes_what_the_engine_hinted(
-    size: int, count: int, name: str, priority: int, local: int, tokens: int, now: int, trace: bytes, more: int
+    size: int,
+    count: int,
+    name: str,
+    priority: int,
+    local: int,
+    tokens: int,
+    now: int,
+    trace: bytes,
+    session: bytes,
+    more: int,
 ) -> None:
     side = Side()
     digests = [bytes([number]) * size for number in range(count + more)]  # the list may go on
-    fields = {"request_id": name, "priority": priority, "local_blocks": min(local, count), "prompt_tokens": tokens}
-    handle = side.hint(digests, count=count, blocks=count, items=count, arrival_ns=now, trace=trace, **fields)
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "priority": priority,
+        "local_blocks": min(local, count),
+        "prompt_tokens": tokens,
+        "trace": trace,
+        "session_digest": session,
+    }
+    handle = side.hint(digests, count=count, blocks=count, items=count, arrival_ns=now, **fields)
     assert handle is not None
     assert (handle.session, handle.digests, handle.blocks, handle.generation) == ("session", digests, count, 1)
     assert (handle.local_blocks, handle.asked_ns, handle.waited_ns, handle.claimed_ns) == (min(local, count), 0, 0, 0)
     assert side.table.flag(handle.flag) == Flag(1, HINTED, 0)
     payload, pages = side.taken(), side.table.lent(handle.flag)
     hashes = memoryview(b"".join(digests[:count]))
-    hint = Hint(handle.flag, 1, name, count, min(local, count), priority, tokens, now, size, hashes, pages, trace)
+    local, origin = min(local, count), (trace, session)
+    hint = Hint(handle.flag, 1, name, count, local, priority, tokens, now, size, hashes, pages, *origin)
     assert payload == encode_hint(hint)
     decoded = decode_hint(memoryview(payload))
     assert (decoded.flag, decoded.hashes, list(decoded.pages)) == (handle.flag, hashes, list(pages))
+    assert (decoded.trace, decoded.session) == origin
     side.control.close()
 
 
@@ -145,6 +165,8 @@ def test_without_a_flag_pages_or_room_there_is_no_hint_and_nothing_is_taken() ->
         {"priority": "high"},
         {"trace": b"short"},
         {"trace": None},
+        {"session_digest": b"short"},
+        {"session_digest": None},
     ],
     ids=str,
 )
@@ -220,12 +242,13 @@ def test_the_c_code_writes_the_fields_that_the_daemon_reads() -> None:
         r"(?<![a-z_])(?:n\[)?(\w+)\]?, (\d)\)", text[text.index("head = put(") : text.index("memcpy(head")]
     )
     written = [(IN_C.get(name, name.lower()), int(width)) for name, width in puts]
-    head = records.HINT_HEAD.format.lstrip("<").replace("Bx", "H").removesuffix("24s")
+    head = records.HINT_HEAD.format.lstrip("<").replace("Bx", "H").removesuffix("24s16s")
     assert written == [(name, WIDTHS[letter]) for name, letter in zip(FIELDS, head, strict=True)]
     sizes = dict(re.findall(r"(\w+) = (\d+)", re.findall(r"enum \{ HINT_BYTES[^}]*", text)[0]))
     assert {name: int(size) for name, size in sizes.items()} == {
         "HINT_BYTES": records.HINT_HEAD.size,
         "MAX_NAME_BYTES": records.MAX_REQUEST_ID_BYTES,
         "TRACE_BYTES": len(NO_TRACE),
+        "SESSION_BYTES": len(NO_SESSION),
         "MAX_HASH_BYTES": records.MAX_HASH_BYTES,
     }

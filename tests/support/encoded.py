@@ -22,5 +22,6 @@ def encode_hint(hint: Hint) -> bytes:
         hint.generation,
         hint.arrival_ns,
         hint.trace,
+        hint.session,
     )
     return b"".join((head, name, struct.pack(f"<{len(hint.pages)}I", *hint.pages), hint.hashes))

@@ -115,6 +115,7 @@ class EngineSide:
         key: Key | None = None,
         pages: Sequence[int] = (),
         names: int | None = None,
+        session: bytes = records.NO_SESSION,
     ) -> Key:
         """Push a hint in a free flag, or in the flag and generation of `key`, then with `pages` or its number.
 
@@ -129,7 +130,7 @@ class EngineSide:
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
         now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
         hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
-        self.push(RecordKind.HINT, encode_hint(hint))
+        self.push(RecordKind.HINT, encode_hint(hint._replace(session=session)))
         return key
 
     def ask(self, key: Key, *, stop: bool = False) -> None:

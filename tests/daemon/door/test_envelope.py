@@ -59,7 +59,7 @@ def action(**fields: Any) -> Action:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, ["one of token_ids and block_hashes", "given=neither"]),
+        ({}, ["one of token_ids, block_hashes and session_id", "given=none"]),
         ({"token_ids": [1], "block_hashes": [AB]}, ["given=both"]),
         ({"token_ids": []}, ["token_ids", "at least 1"]),
         ({"token_ids": [1, -1]}, ["token_ids.1", "-1", "greater than or equal to 0"]),

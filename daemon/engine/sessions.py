@@ -1,0 +1,202 @@
+"""The sessions of one engine: with which prompt each is likely to come back, and when. Pure.
+
+A request that names its session begins, as a rule, with the whole prompt of the session's last one.  The times between
+requests are learnt per session, and those of the engine's other sessions count until there are enough of its own.  So
+the newest prompt of a session is announced shortly before the session may come back, or earlier where staging has free
+slots for it.  Until it is not likely to come any more, the store is asked for the prompt twice a lease, which keeps it.
+
+A session whose prompts were announced in vain is announced again once it comes when it is expected, with a prompt that
+continues its last one.  What is known is bounded by number, bytes and age, and the session that came least lately is
+forgotten first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...shmring.wire.admin import Outcome
+
+MAX_SESSIONS = 1024
+MAX_BYTES = 32 << 20  # of the digests of their prompts
+FORGET_NS = 3_600_000_000_000  # after the last request
+GAPS, ENGINE_GAPS = 8, 64  # the latest ones, of a session and of the engine
+OWN_GAPS = 4  # that a session needs to be judged by its own alone
+EARLIEST, LATEST = 0.1, 0.9  # of the gaps: the prompt is staged from the one until past the other
+PARALLEL_NS = 100_000_000  # a shorter gap is none: requests of one turn
+SETTLED_NS = 1_000_000_000  # after a request arrived: what it saves may be in the store
+MARGIN_NS = 700_000_000  # an idle daemon looks twice a second
+UNKNOWN_NS = 60_000_000_000  # leases are kept while no gap is known
+LEAST_NS = 10_000_000_000  # a session may come back for so long at least
+RETRY_NS = 500_000_000  # doubles with each try
+TRIES = 6  # to have all of a prompt announced
+VAIN = 2  # announcements in a row, then the session is announced no more for now
+
+
+class Chain(NamedTuple):
+    """A session's newest prompt: the digests of its blocks, joined, and the bytes of each."""
+
+    hashes: bytes
+    hash_bytes: int
+
+
+class Due(NamedTuple):
+    """A session to announce now, by the digest of its id; `request`: the number of its newest one. Times in ms."""
+
+    session: bytes
+    request: int
+    expected_ms: int
+    ttl_ms: int
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    """`number`: of its newest request, which came at `since_ns`; its announcements are open until their end is told."""
+
+    chain: Chain
+    number: int
+    since_ns: int
+    gaps: deque[int] = field(default_factory=lambda: deque(maxlen=GAPS))
+    expected_ns: int = 0
+    due_ns: int = 0
+    until_ns: int = 0
+    tries: int = 0
+    vain: int = 0
+    open: list[int] = field(default_factory=list)
+
+
+class Sessions:
+    """`block_hashes`: digests of a block.  `lease_ns`: of the store."""
+
+    def __init__(self, block_hashes: int, lease_ns: int) -> None:
+        self._block_hashes, self._renew_ns = block_hashes, lease_ns // 2
+        self._known: dict[bytes, _Session] = {}  # the one that came least lately first
+        self._bytes = self._numbers = 0
+        self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
+        self._due: list[tuple[int, int, bytes]] = []  # when, number of the request, session
+        self._leases: list[tuple[int, int, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def digest_bytes(self) -> int:
+        return self._bytes
+
+    def chain(self, session: bytes) -> Chain | None:
+        """Return a session's newest prompt; None where it is not known."""
+        each = self._known.get(session)
+        return each.chain if each is not None else None
+
+    def arrived(self, session: bytes, chain: Chain, now_ns: int, block_ns: float) -> tuple[int | None, Sequence[int]]:
+        """Take a session's request; `block_ns`: what fetching a block takes.
+
+        Return how long (ns) after the one before it came, and the announcements that were open for it.
+        """
+        self._numbers += 1
+        before, gap_ns = self._known.pop(session, None), None
+        each = before or _Session(chain, 0, now_ns)
+        if before is not None:
+            gap_ns = now_ns - before.since_ns
+            if gap_ns >= PARALLEL_NS:
+                before.gaps.append(gap_ns)
+                self._gaps.append(gap_ns)
+            if now_ns < before.until_ns and chain.hashes.startswith(before.chain.hashes):
+                before.vain = 0
+            self._bytes -= len(before.chain.hashes)
+        outdated, each.open = each.open, []
+        each.chain, each.number, each.since_ns, each.tries = chain, self._numbers, now_ns, 0
+        self._known[session], self._bytes = each, self._bytes + len(chain.hashes)
+        self._expect(session, each, block_ns)
+        while len(self._known) > MAX_SESSIONS or self._bytes > MAX_BYTES:
+            self._forget_first()
+        return gap_ns, outdated
+
+    def _expect(self, session: bytes, each: _Session, block_ns: float) -> None:
+        now_ns = each.since_ns
+        if gaps := sorted(each.gaps if len(each.gaps) >= OWN_GAPS else (*each.gaps, *self._gaps)):
+            earliest, latest = (gaps[round(share * (len(gaps) - 1))] for share in (EARLIEST, LATEST))
+            fetch_ns = int(2 * block_ns * self._blocks(each.chain))  # one small call at a time
+            each.expected_ns = now_ns + earliest
+            each.due_ns = max(now_ns + SETTLED_NS, each.expected_ns - fetch_ns - MARGIN_NS)
+            each.until_ns = max(now_ns + LEAST_NS, now_ns + latest + latest // 2, each.due_ns + SETTLED_NS)
+            if each.vain < VAIN:
+                self._push(self._due, now_ns + SETTLED_NS, each.number, session)
+        else:
+            each.until_ns = now_ns + UNKNOWN_NS
+        self._push(self._leases, now_ns + min(SETTLED_NS, self._renew_ns), each.number, session)
+
+    def next_due(self, now_ns: int, free_blocks: int) -> Due | None:
+        """Return a prompt to announce now. `free_blocks`: as many may be fetched without taking room of others."""
+        if self._known and now_ns - next(iter(self._known.values())).since_ns > FORGET_NS:
+            self._forget_first()
+        while (found := self._pop(self._due, now_ns)) is not None:
+            session, each = found
+            if now_ns < each.due_ns and self._blocks(each.chain) > free_blocks:
+                self._push(self._due, each.due_ns, each.number, session)
+                continue
+            each.tries += 1
+            expected_ms = max(0, each.expected_ns - now_ns) // 1_000_000
+            ttl_ms = min(FORGET_NS, max(SETTLED_NS, each.until_ns - now_ns)) // 1_000_000
+            return Due(session, each.number, expected_ms, ttl_ms)
+        return None
+
+    def announced(self, due: Due, number: int) -> None:
+        """A prompt was announced under this number."""
+        if (each := self._known.get(due.session)) is not None and each.number == due.request:
+            each.open.append(number)
+
+    def told(self, due: Due, now_ns: int, outcome: Outcome) -> None:
+        """Take what became of a session's announcement: what is not staged of it may be announced again."""
+        if (each := self._known.get(due.session)) is None:
+            return
+        each.vain += outcome.outcome == "expired"
+        if each.number != due.request:
+            return
+        if outcome.last:
+            each.open.remove(outcome.number)
+        lacks = outcome.outcome == "completed" and outcome.absent + outcome.no_room + outcome.failed > 0
+        again_ns = max(now_ns + (RETRY_NS << each.tries), each.due_ns)
+        if (lacks or outcome.outcome in ("rejected", "missing")) and each.tries < TRIES and again_ns < each.until_ns:
+            self._push(self._due, again_ns, each.number, due.session)
+
+    def next_lease(self, now_ns: int) -> Chain | None:
+        """Return a prompt of which the store is to be asked now, so that its leases are kept."""
+        found = self._pop(self._leases, now_ns)
+        if found is None or now_ns >= found[1].until_ns:
+            return None
+        session, each = found
+        self._push(self._leases, now_ns + self._renew_ns, each.number, session)
+        return each.chain
+
+    def clear(self) -> None:
+        """Forget all prompts: they are of other weights now."""
+        self._known.clear()
+        self._bytes = 0
+
+    def _blocks(self, chain: Chain) -> int:
+        return len(chain.hashes) // (chain.hash_bytes * self._block_hashes)
+
+    def _push(self, heap: list[tuple[int, int, bytes]], at_ns: int, number: int, session: bytes) -> None:
+        heapq.heappush(heap, (at_ns, number, session))
+        if len(heap) > 4 * MAX_SESSIONS:
+            heap[:] = sorted(entry for entry in heap if self._lives(entry))
+
+    def _lives(self, entry: tuple[int, int, bytes]) -> bool:
+        each = self._known.get(entry[2])
+        return each is not None and each.number == entry[1]
+
+    def _pop(self, heap: list[tuple[int, int, bytes]], now_ns: int) -> tuple[bytes, _Session] | None:
+        """Return a session whose time in the heap has come; entries of its older requests are dropped."""
+        while heap and heap[0][0] <= now_ns:
+            entry = heapq.heappop(heap)
+            if self._lives(entry):
+                return entry[2], self._known[entry[2]]
+        return None
+
+    def _forget_first(self) -> None:
+        each = self._known.pop(next(iter(self._known)))
+        self._bytes -= len(each.chain.hashes)
