@@ -16,7 +16,7 @@ from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Mapped, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import receive_message, send_message
-from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
+from kvprefetch.shmring.wire.records import NO_SESSION, FlagState, Outcome, RecordKind
 from tests.support.engine_side import BLOCK_BYTES, EngineSide, EngineSpec
 from tests.support.waiting import eventually
 
@@ -100,9 +100,11 @@ class FakeEngine(EngineSide):
         assert isinstance(received[0], Attached), received
         return received[0], received[1]
 
-    def load(self, digests: list[bytes], *, local: int = 0, name: str = "request") -> list[bytes] | None:
+    def load(
+        self, digests: list[bytes], *, local: int = 0, name: str = "request", session: bytes = NO_SESSION
+    ) -> list[bytes] | None:
         """Hint, wait, claim, read rank 0's slots and release; return the bytes of each block, None for a miss."""
-        key = self.hint(digests, local=local, name=name)
+        key = self.hint(digests, local=local, name=name, session=session)
         flag = self.settled(key)
         assert flag.state == FlagState.READY
         self.disk_blocks = self.table.disk(key[0])

@@ -29,6 +29,7 @@ from kvprefetch.daemon.door.link import Link
 from kvprefetch.daemon.door.messages import MAX_ANSWERS, Messages
 from kvprefetch.shmring.wire.admin import Caller, EngineQuery, Outcome
 from kvprefetch.shmring.wire.attach import Refused
+from kvprefetch.shmring.wire.records import session_digest
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
 from tests.daemon.stores import blocks, stored
@@ -87,6 +88,26 @@ def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
         return next((line for line in daemon.records("request.done") if line["request_id"] == name), None)
 
     return eventually(line, what=f"the line of {name}")
+
+
+def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: Auditor) -> None:
+    daemon = serve()
+    engine, values = engine_with(daemon, "tool", 12)
+    chain = list(values)
+    ask_door = Door(daemon.socket).ask
+    status, unknown = ask_door("POST", "/v1/kv_hints", message("m0", {"session_id": "run-42"}))
+    assert (status, unknown["actions"][0]["outcome"]) == (202, "missing")
+    assert unknown["actions"][0]["reason"] == "no request of this session came lately"
+    engine.load(chain[:10], session=session_digest("run-42"))
+    assert ask_door("POST", "/v1/kv_hints", message("m1", {"session_id": "run-42", "expected_in_ms": 50}))[0] == 202
+    done = became(daemon, "m1", "completed")
+    assert (done["blocks"]["asked"], done["blocks"]["staged"]) == (10, 10)
+    assert engine.load(chain, name="again", session=session_digest("run-42")) == list(values.values())
+    line = last_line(daemon, "again")
+    assert (line["announced_blocks"], line["announced_staged"]) == (10, 10)
+    assert line["session_gap_ms"] > 0
+    became(daemon, "m1", "used")
+    engine.close()
 
 
 def test_what_was_announced_is_a_hit_and_its_line_says_since_when(serve: Serve, auditor: Auditor) -> None:

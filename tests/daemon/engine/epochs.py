@@ -83,6 +83,7 @@ def make_epoch(
     max_blocks: int = 8,
     groups: Groups = ONE_GROUP,
     loads: bool = True,
+    sessions: bool = True,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
@@ -99,6 +100,7 @@ def make_epoch(
         lease_ns=10 * SECOND_NS,
         media=False,
         histories=Histories(),
+        sessions=sessions,
     )
     return Epoch(services, memory, engine)
 
