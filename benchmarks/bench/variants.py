@@ -12,6 +12,7 @@ LOCAL, RECOMPUTED = "local", "recomputed"
 OURS = "kvprefetch"
 ON_DEMAND = "kvprefetch-on-demand"
 ANNOUNCED = "kvprefetch-announced"
+SESSIONS = "kvprefetch-sessions"  # the requests name their sessions
 UPSTREAM = ("upstream-sync", "upstream-async")
 LMCACHE = ("lmcache", "lmcache-eager")
 # What our connector is given, beyond what all of ours have.
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kvprefetch-timeout": {"wait_policy": "timeout", "wait_timeout_ms": 5000},
     "kvprefetch-best-effort": {"wait_policy": "best_effort"},
     ANNOUNCED: {"wait_policy": "wait"},
+    SESSIONS: {"wait_policy": "adaptive"},
 }
 ALL = (LOCAL, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
 DEFAULT = (LOCAL, "upstream-async", ON_DEMAND, OURS)

@@ -246,7 +246,7 @@ class Run:
             helpers = [self._daemon.pid, self._store.master_pid, *self._store.node_pids]
             before = (cpu_s(server.pids), cpu_s(helpers), self._link.received_bytes)
             others, begun, client = Interference(), time.monotonic(), _children_s()
-            served, told = self._replayed(server, pace)
+            served, told = self._replayed(server, variant, pace)
             # The client ended, so the processor time that it took counts as others', and is taken from that.
             cores = max(0.0, others.cores() - (_children_s() - client) / (time.monotonic() - begun))
             served.engine_cpu_s = round(cpu_s(server.pids) - before[0], 2)
@@ -268,7 +268,7 @@ class Run:
         )
         return kept
 
-    def _replayed(self, server: Any, pace: float) -> tuple[Served, dict[str, Any]]:
+    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, dict[str, Any]]:
         """Serve the trace; return what the pass gave, and what else the result keeps of it."""
         limit_s = 120 + 4 * self._slice.span_s * pace
         told = replay(server, self._model, self._trace, self._slice.chunk, pace, self._folder / "out.json", limit_s)

@@ -3,6 +3,9 @@
 A pass takes seconds, so there are ten rounds or more.  The mean follows the machine: steps 15 % slower raise it by a
 third.  So passes of two variants are compared in pairs of like speed, the median step that admits a request; and what
 is counted is no time of the machine's: tokens recomputed that the store has, and bytes fetched in vain.
+
+With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses:
+`ARGS="--variants local,kvprefetch-sessions,kvprefetch-on-demand"`.  Staging has half of what the sessions hold.
 """
 
 from __future__ import annotations
@@ -14,12 +17,19 @@ from typing import Any
 
 from benchmarks.bench import variants
 from benchmarks.bench.served import Requests, Served
+from benchmarks.bench.setting import MODEL
 from benchmarks.serve.__main__ import BLOCK, Run, main, seeded
+from benchmarks.serve.trace import Call
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.passes import Pass
+from tests.lab.passes import Pass, RequestResult
 from tests.lab.template import Template
 
 DEFAULTS = {"variants": f"{variants.OURS},{variants.ON_DEMAND}", "rounds": 10, "minutes": 30.0}
+PAIRED = (
+    (variants.OURS, variants.ON_DEMAND),
+    (variants.SESSIONS, variants.ON_DEMAND),
+    (variants.SESSIONS, variants.LOCAL),
+)
 WATCH = "benchmarks.serve.watch"
 # What is kept of `request.done` where the engine ceased to wait, to judge it.
 VERDICT = (
@@ -41,15 +51,35 @@ class Here(Engine):
         self.run(prompts, max_tokens=tokens, concurrency=at_once, timeout_s=PASS_S)
 
 
+def of_requests(result: Pass, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[RequestResult, Mapping[str, Any]]]:
+    """Yield the daemon's `request.done` with the request that each is of."""
+    known = {each.request_id: each for each in result.requests}
+    for line in lines:
+        name = next((each for each in known if line["request_id"].startswith(f"{each}-")), line["request_id"])
+        if name in known:
+            yield known[name], line
+
+
 def recomputed_tokens(result: Pass, lines: Sequence[Mapping[str, Any]]) -> int:
     """Count the tokens that the store had for a request, by the daemon's `request.done`, and the engine computed."""
-    cached = {each.request_id: each.cached_tokens for each in result.requests}
-    total = 0
-    for line in lines:
-        name = next((each for each in cached if line["request_id"].startswith(f"{each}-")), line["request_id"])
-        if name in cached:
-            total += max(0, BLOCK * line["found_blocks"] - cached[name])
-    return total
+    return sum(max(0, BLOCK * line["found_blocks"] - each.cached_tokens) for each, line in of_requests(result, lines))
+
+
+def staged_share(
+    result: Pass, lines: Sequence[Mapping[str, Any]], calls: Sequence[Call], block_bytes: int
+) -> float | None:
+    """Return which share of the stored blocks of returning turns were there when these came; None without any.
+
+    Blocks in the engine's own cache aside.  What a turn's request fetched itself was not there.
+    """
+    began = {call.session: number for number, call in reversed(list(enumerate(calls)))}  # each session's first call
+    stored = there = 0
+    for each, line in of_requests(result, lines):
+        if began[calls[each.index].session] != each.index:
+            wanted = line["found_blocks"] - line["local_blocks"]
+            stored += wanted
+            there += max(0, wanted - line["bytes"] // block_bytes)
+    return round(there / stored, 4) if stored else None
 
 
 class InProcess(Run):
@@ -62,14 +92,15 @@ class InProcess(Run):
     def _server(self, spec: EngineSpec) -> Here:
         return Here(spec.but(own_worker=False), template=self._template)
 
-    def _replayed(self, server: Any, pace: float) -> tuple[Served, dict[str, Any]]:
+    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, dict[str, Any]]:
         calls = self._slice.calls
-        lines = len(self._daemon.records("request.done"))
+        lines, told = len(self._daemon.records("request.done")), len(self._daemon.records("announcement.done"))
         server.call(f"{WATCH}:begin")
         result: Pass = server.run(
             self._prompts,
             max_tokens=[each.output_tokens for each in calls],
             arrivals_s=[each.at_s * pace for each in calls],
+            sessions=[f"agent-{each.session}" for each in calls] if variant == variants.SESSIONS else None,
             timeout_s=PASS_S,
         )
         watched = server.call(f"{WATCH}:end")
@@ -90,30 +121,38 @@ class InProcess(Run):
             "noticed_s": round(sum(line["exposed_ms"] for line in ended) / 1e3, 3),
             "recomputed_tokens": recomputed_tokens(result, ended),
         }
+        block_bytes = BLOCK * MODEL.kv_bytes_per_token
+        if (share := staged_share(result, ended, calls, block_bytes)) is not None:
+            expired = [
+                each for each in self._daemon.records("announcement.done")[told:] if each["outcome"] == "expired"
+            ]
+            counts["staged_share"] = share
+            counts["expired_bytes"] = block_bytes * sum(each["fetched_blocks"] for each in expired)
         self.say("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
         verdicts = [{name: line[name] for name in VERDICT} for line in ended if line["missing_blocks"]]
         return served, {"counts": counts, "verdicts": verdicts}
 
 
-def pairs(passes: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return ours / on demand, means to the first token, of passes in the order of their speed."""
+def pairs(passes: Sequence[Mapping[str, Any]], variant: str, beside: str) -> list[float]:
+    """Return variant / another one, means to the first token, of passes in the order of their speed."""
     by_speed: dict[str, list[tuple[float, float]]] = {}
     for each in passes:
         times = each["requests"]
         mean = statistics.fmean(b - a for a, b in zip(times["arrival_s"], times["first_token_s"], strict=True))
         by_speed.setdefault(each["variant"], []).append((each["counts"]["admission_s"], mean))
-    ours, other = (sorted(by_speed.get(name, [])) for name in (variants.OURS, variants.ON_DEMAND))
+    ours, other = (sorted(by_speed.get(name, [])) for name in (variant, beside))
     return [a[1] / b[1] for a, b in zip(ours, other, strict=False)]
 
 
 def summary(result: Mapping[str, Any]) -> Iterator[str]:
     """Say what ranks: the paired means, and the counts of each pass."""
     for point in result["points"]:
-        if ratios := pairs(point["passes"]):
-            yield (
-                f"at {point['at']:g} of capacity: mean of ours / on demand in {len(ratios)} pairs of like speed: "
-                f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
-            )
+        for variant, beside in PAIRED:
+            if ratios := pairs(point["passes"], variant, beside):
+                yield (
+                    f"at {point['at']:g} of capacity: mean of {variant} / {beside} in {len(ratios)} pairs of like speed: "
+                    f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+                )
         for name in dict.fromkeys(each["variant"] for each in point["passes"]):
             counts = [
                 {**each["counts"], "vain_bytes": (each["daemon"] or {}).get("unused_bytes", 0)}
@@ -124,6 +163,7 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
                 f"{key} {statistics.median(each[key] for each in counts):g} ({min(each[key] for each in counts):g} to "
                 f"{max(each[key] for each in counts):g})"
                 for key in counts[0]
+                if all(key in each for each in counts)
             )
 
 

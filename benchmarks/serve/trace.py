@@ -29,6 +29,11 @@ class Call:
     output_tokens: int
     hashes: tuple[int, ...]
 
+    @property
+    def session(self) -> int:
+        """The number of an agent's session."""
+        return self.hashes[0] // SESSION_HASHES
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

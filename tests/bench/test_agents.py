@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.bench import variants
-from benchmarks.serve.agents import BLOCK, pairs, recomputed_tokens, summary
+from benchmarks.serve.agents import BLOCK, pairs, recomputed_tokens, staged_share, summary
+from benchmarks.serve.trace import SESSION_HASHES, Call
 from tests.lab.passes import Pass, RequestResult
 
 
@@ -20,8 +21,8 @@ def a_pass(variant: str, admission_s: float, mean_s: float, *, recomputed: int =
 def test_passes_are_compared_in_pairs_of_like_speed() -> None:
     passes = [a_pass(variants.OURS, *each) for each in ((0.012, 2.0), (0.011, 0.5))]
     passes += [a_pass(variants.ON_DEMAND, *each) for each in ((0.0115, 1.0), (0.013, 8.0))]
-    assert pairs(passes) == [pytest.approx(0.5), pytest.approx(0.25)]
-    assert pairs(passes[:2]) == []
+    assert pairs(passes, variants.OURS, variants.ON_DEMAND) == [pytest.approx(0.5), pytest.approx(0.25)]
+    assert pairs(passes[:2], variants.OURS, variants.ON_DEMAND) == []
 
 
 def test_the_summary_has_the_pairs_and_each_variants_counts() -> None:
@@ -45,3 +46,14 @@ def test_tokens_that_the_store_had_and_the_engine_computed_are_recomputed() -> N
         {"request_id": "another", "found_blocks": 9},
     ]
     assert recomputed_tokens(Pass(results, 2.0, 5), lines) == 3 * BLOCK
+
+
+def test_of_returning_turns_that_is_there_which_they_do_not_fetch() -> None:
+    calls = [Call(float(number), 2 * BLOCK, 8, (SESSION_HASHES * session,)) for number, session in enumerate((0, 1, 0))]
+    results = [RequestResult(number, f"p-{number}", [], 0, 0.0, 1.0, 2.0, "length") for number in range(3)]
+    lines = [
+        {"request_id": "p-0-a", "found_blocks": 9, "local_blocks": 0, "bytes": 9 * 64},
+        {"request_id": "p-2-b", "found_blocks": 10, "local_blocks": 2, "bytes": 2 * 64},
+    ]
+    assert staged_share(Pass(results, 2.0, 5), lines, calls, 64) == 0.75
+    assert staged_share(Pass(results, 2.0, 5), lines[:1], calls, 64) is None

@@ -151,6 +151,8 @@ class Child:
                     options["lora_request"] = LoRARequest(*adapter)
                 if message["priorities"] is not None:
                     options["priority"] = message["priorities"][index]
+                if message["sessions"] is not None:
+                    options["session_id"] = message["sessions"][index]
                 added = now()
                 internal = engine.add_request(
                     request_id,
