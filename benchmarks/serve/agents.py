@@ -89,6 +89,12 @@ class InProcess(Run):
         with Template(self._spec.environment()) as self._template:
             super().run()
 
+    def _staging_bytes(self, stored_bytes: int) -> int:
+        """Half of what the sessions hold where these are compared, and room for the longest prompt in any case."""
+        if variants.SESSIONS not in self._chosen:
+            return super()._staging_bytes(stored_bytes)
+        return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes // 2)
+
     def _server(self, spec: EngineSpec) -> Here:
         return Here(spec.but(own_worker=False), template=self._template)
 
@@ -123,11 +129,9 @@ class InProcess(Run):
         }
         block_bytes = BLOCK * MODEL.kv_bytes_per_token
         if (share := staged_share(result, ended, calls, block_bytes)) is not None:
-            expired = [
-                each for each in self._daemon.records("announcement.done")[told:] if each["outcome"] == "expired"
-            ]
-            counts["staged_share"] = share
-            counts["expired_bytes"] = block_bytes * sum(each["fetched_blocks"] for each in expired)
+            announced = self._daemon.records("announcement.done")[told:]
+            expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
+            counts |= {"staged_share": share, "expired_bytes": block_bytes * expired}
         self.say("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
         verdicts = [{name: line[name] for name in VERDICT} for line in ended if line["missing_blocks"]]
         return served, {"counts": counts, "verdicts": verdicts}
@@ -150,8 +154,8 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
         for variant, beside in PAIRED:
             if ratios := pairs(point["passes"], variant, beside):
                 yield (
-                    f"at {point['at']:g} of capacity: mean of {variant} / {beside} in {len(ratios)} pairs of like speed: "
-                    f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+                    f"at {point['at']:g} of capacity: mean of {variant} / {beside} in {len(ratios)} pairs of like "
+                    f"speed: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
                 )
         for name in dict.fromkeys(each["variant"] for each in point["passes"]):
             counts = [

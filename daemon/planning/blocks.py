@@ -16,13 +16,15 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
 from .copies import Copies
 from .requests import Announced, Request
 from .runs import BlockState, Lane, Run
+
+MAX_TRIES = 1024  # idle runs looked at for one that makes room
 
 
 class Blocks:
@@ -114,7 +116,7 @@ class Blocks:
         until_ns = math.inf if announced is None else announced.since_ns
         slots = self._free[: -most - 1 : -1]
         del self._free[len(self._free) - len(slots) :]
-        while len(slots) < most and self._idle and (run := next(iter(self._idle))).ahead_until_ns <= until_ns:
+        while len(slots) < most and (run := self._oldest(until_ns)) is not None:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
@@ -126,6 +128,11 @@ class Blocks:
             if not kept:
                 del self._idle[run]
         return slots
+
+    def _oldest(self, until_ns: float) -> Run | None:
+        """Return the least recently used idle run that is not kept longer for its announcement."""
+        runs = islice(self._idle, MAX_TRIES)
+        return next((run for run in runs if run.ahead_until_ns <= until_ns), None)
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Request) -> Run:
         """Enter blocks that a store call is about to write into these slots."""

@@ -102,6 +102,19 @@ def test_it_takes_no_room_of_requests_nor_of_announcements_before_their_time_is_
     assert setup.last() == ("completed", {"fetched": 2})
 
 
+def test_it_takes_the_room_of_blocks_that_were_used_after_those_of_another_announcement() -> None:
+    setup = Setup(slots=4, held="stuvwxyz")
+    setup.announce("st")
+    setup.fetch()
+    key = hit(setup.planner, 1, *"ab")
+    run(setup.planner)
+    setup.planner.finish(key)
+    setup.announce("wx")
+    assert setup.fetch() == ["wx"]
+    assert setup.last() == ("completed", {"fetched": 2})
+    assert setup.staged("st")
+
+
 def test_of_what_waits_the_most_urgent_begins_and_a_bound_of_bytes_cuts_it() -> None:
     setup = Setup(slots=64, held="abcdefgh")
     setup.silent = True
