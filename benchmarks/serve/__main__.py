@@ -158,7 +158,7 @@ class Run:
             self._store = stack.enter_context(Store(memory="2 GB", link=self._link))
             config, ip = self._store.config, self._store.host_ip
             self._spec = self._spec.but(mooncake_config=config, host_ip=ip)
-            staging = f"{self._staging_bytes(size) >> 20}MiB"
+            staging = f"{self.staging_bytes(size) >> 20}MiB"
             self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
             self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
             with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
@@ -211,7 +211,7 @@ class Run:
         self.result["problems"].append(line)
         self.say(f"WARNING: {line}")
 
-    def _staging_bytes(self, stored_bytes: int) -> int:
+    def staging_bytes(self, stored_bytes: int) -> int:
         return max(64 << 20, stored_bytes // 2)
 
     def _server(self, spec: EngineSpec) -> Any:

@@ -89,10 +89,10 @@ class InProcess(Run):
         with Template(self._spec.environment()) as self._template:
             super().run()
 
-    def _staging_bytes(self, stored_bytes: int) -> int:
+    def staging_bytes(self, stored_bytes: int) -> int:
         """Half of what the sessions hold where these are compared, and room for the longest prompt in any case."""
         if variants.SESSIONS not in self._chosen:
-            return super()._staging_bytes(stored_bytes)
+            return super().staging_bytes(stored_bytes)
         return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes // 2)
 
     def _server(self, spec: EngineSpec) -> Here:

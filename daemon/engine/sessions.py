@@ -27,11 +27,11 @@ GAPS, ENGINE_GAPS = 8, 64  # the latest ones, of a session and of the engine
 OWN_GAPS = 4  # that a session needs to be judged by its own alone
 EARLIEST, LATEST = 0.1, 0.9  # of the gaps: the prompt is staged from the one until past the other
 PARALLEL_NS = 100_000_000  # a shorter gap is none: requests of one turn
-SETTLED_NS = 1_000_000_000  # after a request arrived: what it saves may be in the store
-MARGIN_NS = 700_000_000  # an idle daemon looks twice a second
+SETTLED_NS = 200_000_000  # after a request arrived: others of its turn have, too
+MARGIN_NS = 600_000_000  # an idle daemon looks twice a second
 UNKNOWN_NS = 60_000_000_000  # leases are kept while no gap is known
 LEAST_NS = 10_000_000_000  # a session may come back for so long at least
-RETRY_NS = 500_000_000  # doubles with each try
+RETRY_NS = 250_000_000  # doubles with each try
 TRIES = 6  # to have all of a prompt announced
 VAIN = 2  # announcements in a row, then the session is announced no more for now
 

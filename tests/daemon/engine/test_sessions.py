@@ -86,7 +86,7 @@ def test_a_fetch_that_takes_longer_begins_earlier() -> None:
     assert slow.first_due_ns() < GAP_NS - MARGIN_NS - OWN_GAPS * SECOND_NS
     endless = Setup(block_ns=100 * SECOND_NS)
     endless.learn()
-    assert endless.first_due_ns() == SETTLED_NS, "not before what the turn saves is there"
+    assert endless.first_due_ns() == SETTLED_NS, "not at once: others of its turn may come"
 
 
 def test_with_free_room_it_is_announced_at_once() -> None:
