@@ -42,7 +42,6 @@ class Prefetch(Said):
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
     lora_name: str | None = None
-    request_id: str | None = Field(default=None, max_length=256)
     expected_in_ms: int = Field(default=0, ge=0, le=3_600_000)
     ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
     priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)

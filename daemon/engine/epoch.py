@@ -218,7 +218,7 @@ class Epoch(Caller):
         prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes), None
-        if hint.session != NO_SESSION and self._services.sessions:
+        if hint.session != NO_SESSION and self._services.sessions and self.parts.mode == "on":
             gap_ns = self._calls.session_came(hint, now)
         self.traces.begin(key, hint, now, met, gap_ns)
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)

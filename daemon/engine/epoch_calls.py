@@ -94,7 +94,8 @@ class EpochCalls:
             self.answer(self._parts.look_ups.give_up(now_ns), now_ns)
             return
         parts, look_ups = self._parts, self._parts.look_ups
-        if not look_ups.keeps and (chain := parts.sessions.next_lease(now_ns)) is not None:
+        asks = parts.mode == "on" and not look_ups.keeps
+        if asks and (chain := parts.sessions.next_lease(now_ns)) is not None:
             blocks = len(chain.hashes) // (chain.hash_bytes * parts.block_hashes)
             look_ups.keep(Prompt(parts.engine.groups, chain.hashes, range(blocks), room=1 << 30, staged=_not_staged))
         if (batch := look_ups.next_batch(now_ns)) is not None:

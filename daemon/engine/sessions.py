@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ...shmring.wire.admin import Outcome
 
 MAX_SESSIONS = 1024
-MAX_BYTES = 32 << 20  # of the digests of their prompts
+MAX_BYTES = 16 << 20  # of the digests of their prompts
 FORGET_NS = 3_600_000_000_000  # after the last request
 GAPS, ENGINE_GAPS = 8, 64  # the latest ones, of a session and of the engine
 OWN_GAPS = 4  # that a session needs to be judged by its own alone
@@ -81,10 +81,6 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._known)
-
-    @property
-    def digest_bytes(self) -> int:
-        return self._bytes
 
     def chain(self, session: bytes) -> Chain | None:
         """Return a session's newest prompt; None where it is not known."""
