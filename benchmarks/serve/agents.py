@@ -19,7 +19,7 @@ from benchmarks.bench import variants
 from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import MODEL
 from benchmarks.serve.__main__ import BLOCK, Run, main, seeded
-from benchmarks.serve.trace import Call
+from benchmarks.serve.trace import Slice
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Pass, RequestResult
 from tests.lab.template import Template
@@ -65,20 +65,21 @@ def recomputed_tokens(result: Pass, lines: Sequence[Mapping[str, Any]]) -> int:
     return sum(max(0, BLOCK * line["found_blocks"] - each.cached_tokens) for each, line in of_requests(result, lines))
 
 
-def staged_share(
-    result: Pass, lines: Sequence[Mapping[str, Any]], calls: Sequence[Call], block_bytes: int
-) -> float | None:
+def staged_share(result: Pass, lines: Sequence[Mapping[str, Any]], some: Slice, block_bytes: int) -> float | None:
     """Return which share of the stored blocks of returning turns were there when these came; None without any.
 
-    Blocks in the engine's own cache aside.  What a turn's request fetched itself was not there.
+    Blocks in the engine's own cache aside, and those that the trace did not have before: nobody could know of them, and
+    the store has them for later turns.  What a turn's request fetched itself was not there.
     """
+    calls = some.calls
     began = {call.session: number for number, call in reversed(list(enumerate(calls)))}  # each session's first call
     stored = there = 0
     for each, line in of_requests(result, lines):
         if began[calls[each.index].session] != each.index:
-            wanted = line["found_blocks"] - line["local_blocks"]
-            stored += wanted
-            there += max(0, wanted - line["bytes"] // block_bytes)
+            found, local = line["found_blocks"], line["local_blocks"]
+            known = min(found, len(some.known[each.index]) * some.chunk // BLOCK)
+            stored += max(0, known - local)
+            there += max(0, min(known, found - line["bytes"] // block_bytes) - local)
     return round(there / stored, 4) if stored else None
 
 
@@ -128,7 +129,7 @@ class InProcess(Run):
             "recomputed_tokens": recomputed_tokens(result, ended),
         }
         block_bytes = BLOCK * MODEL.kv_bytes_per_token
-        if (share := staged_share(result, ended, calls, block_bytes)) is not None:
+        if (share := staged_share(result, ended, self._slice, block_bytes)) is not None:
             announced = self._daemon.records("announcement.done")[told:]
             expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
             counts |= {"staged_share": share, "expired_bytes": block_bytes * expired}

@@ -218,9 +218,10 @@ class Ahead:
         each.stage = Stage.DONE
         self._outcomes.append((number, each.outcome("completed")))
 
-    def arrived(self, hashes: memoryview, hash_bytes: int) -> Met | None:
+    def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
         """A request with these digests, joined, was hinted: return the longest announcement that it had.
 
+        Of what the engine's own cache has, announcing was of no use.
         A prompt may be announced with its last token's block, which no request loads.
         """
         found: Met | None = None
@@ -233,7 +234,7 @@ class Ahead:
                 each = self._known[number]
                 if found is None or each.blocks > found.blocks:
                     found = Met(each.announced.since_ns, each.blocks)
-                self._over(number, "used" if each.stage is Stage.DONE else "late")
+                self._over(number, "used" if each.stage is Stage.DONE else "late", useful=each.blocks > local_blocks)
         return found
 
     def expire(self, number: int) -> None:
@@ -262,11 +263,11 @@ class Ahead:
         """The caller could not pass it on: return it first, next time."""
         self._outcomes.appendleft((number, outcome))
 
-    def _over(self, number: int, outcome: str, reason: str = "") -> None:
+    def _over(self, number: int, outcome: str, reason: str = "", *, useful: bool = False) -> None:
         each = self._known.pop(number)
         self._lengths[each.size].discard(number)
         if not self._lengths[each.size]:
             del self._lengths[each.size]
         if each.fetched and outcome in ("used", "late", "expired"):
-            self._useful.append(outcome != "expired")
+            self._useful.append(useful)
         self._outcomes.append((number, each.outcome(outcome, reason)))

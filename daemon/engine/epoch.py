@@ -217,9 +217,10 @@ class Epoch(Caller):
         now = self._services.clock_ns()
         prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
-        met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes), None
+        met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes, hint.local_blocks), None
         if hint.session != NO_SESSION and self._services.sessions and self.parts.mode == "on":
             gap_ns = self._calls.session_came(hint, now)
+        self.parts.sessions.used(hint.blocks - hint.local_blocks)
         self.traces.begin(key, hint, now, met, gap_ns)
         self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.

@@ -166,7 +166,8 @@ class EpochCalls:
         """Take a hint of a session's request; return how long (ns) after the session's last one it came."""
         parts = self._parts
         chain, block_ns = Chain(bytes(hint.hashes), hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
-        gap_ns, outdated = parts.sessions.arrived(hint.session, chain, now_ns, block_ns * len(parts.engine.groups))
+        block_ns *= len(parts.engine.groups)
+        gap_ns, outdated = parts.sessions.arrived(hint.session, chain, hint.local_blocks, now_ns, block_ns)
         for number in outdated:
             parts.ahead.expire(number)
         return gap_ns

@@ -5,6 +5,9 @@ requests are learnt per session, and those of the engine's other sessions count 
 the newest prompt of a session is announced shortly before the session may come back, or earlier where staging has free
 slots for it.  Until it is not likely to come any more, the store is asked for the prompt twice a lease, which keeps it.
 
+What the engine's own cache still has needs no staging.  That cache forgets by what is used after it, so it is learnt
+after how many blocks of later requests a session's prompt was whole there, and a prompt is announced after more.
+
 A session whose prompts were announced in vain is announced again once it comes when it is expected, with a prompt that
 continues its last one.  What is known is bounded by number, bytes and age, and the session that came least lately is
 forgotten first.
@@ -31,8 +34,10 @@ SETTLED_NS = 200_000_000  # after a request arrived: others of its turn have, to
 MARGIN_NS = 600_000_000  # an idle daemon looks twice a second
 UNKNOWN_NS = 60_000_000_000  # leases are kept while no gap is known
 LEAST_NS = 10_000_000_000  # a session may come back for so long at least
+HELD_NS = 500_000_000  # between two looks at whether the engine's cache may have lost a prompt
 RETRY_NS = 250_000_000  # doubles with each try
 TRIES = 6  # to have all of a prompt announced
+HELD_SHARE = 0.8  # of the blocks after which the engine's cache had a prompt whole
 VAIN = 2  # announcements in a row, then the session is announced no more for now
 
 
@@ -59,6 +64,7 @@ class _Session:
     chain: Chain
     number: int
     since_ns: int
+    after: int = 0  # blocks of all requests until then
     gaps: deque[int] = field(default_factory=lambda: deque(maxlen=GAPS))
     expected_ns: int = 0
     due_ns: int = 0
@@ -76,6 +82,7 @@ class Sessions:
         self._known: dict[bytes, _Session] = {}  # the one that came least lately first
         self._bytes = self._numbers = 0
         self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
+        self._used, self._held = 0, 0  # blocks of all requests; after how many a prompt was whole in the engine's cache
         self._due: list[tuple[int, int, bytes]] = []  # when, number of the request, session
         self._leases: list[tuple[int, int, bytes]] = []
 
@@ -87,7 +94,13 @@ class Sessions:
         each = self._known.get(session)
         return each.chain if each is not None else None
 
-    def arrived(self, session: bytes, chain: Chain, now_ns: int, block_ns: float) -> tuple[int | None, Sequence[int]]:
+    def used(self, blocks: int) -> None:
+        """The engine is about to use so many blocks more that were not in its own cache."""
+        self._used += blocks
+
+    def arrived(
+        self, session: bytes, chain: Chain, local_blocks: int, now_ns: int, block_ns: float
+    ) -> tuple[int | None, Sequence[int]]:
         """Take a session's request; `block_ns`: what fetching a block takes.
 
         Return how long (ns) after the one before it came, and the announcements that were open for it.
@@ -100,16 +113,22 @@ class Sessions:
             if gap_ns >= PARALLEL_NS:
                 before.gaps.append(gap_ns)
                 self._gaps.append(gap_ns)
-            if now_ns < before.until_ns and chain.hashes.startswith(before.chain.hashes):
-                before.vain = 0
+            if chain.hashes.startswith(before.chain.hashes):
+                self._learn(self._used - before.after, whole=local_blocks >= self._blocks(before.chain))
+                before.vain = 0 if now_ns < before.until_ns else before.vain
             self._bytes -= len(before.chain.hashes)
         outdated, each.open = each.open, []
         each.chain, each.number, each.since_ns, each.tries = chain, self._numbers, now_ns, 0
+        each.after = self._used + self._blocks(chain) - local_blocks  # with its own
         self._known[session], self._bytes = each, self._bytes + len(chain.hashes)
         self._expect(session, each, block_ns)
         while len(self._known) > MAX_SESSIONS or self._bytes > MAX_BYTES:
             self._forget_first()
         return gap_ns, outdated
+
+    def _learn(self, used: int, *, whole: bool) -> None:
+        """Note whether the engine's cache had a prompt whole after so many blocks of later requests."""
+        self._held = max(self._held, used) if whole else min(self._held, used)
 
     def _expect(self, session: bytes, each: _Session, block_ns: float) -> None:
         now_ns = each.since_ns
@@ -133,6 +152,10 @@ class Sessions:
             session, each = found
             if now_ns < each.due_ns and self._blocks(each.chain) > free_blocks:
                 self._push(self._due, each.due_ns, each.number, session)
+                continue
+            if self._used - each.after < HELD_SHARE * self._held:
+                if now_ns + HELD_NS < each.until_ns:
+                    self._push(self._due, now_ns + HELD_NS, each.number, session)
                 continue
             each.tries += 1
             expected_ms = max(0, each.expected_ns - now_ns) // 1_000_000

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bench import variants
 from benchmarks.serve.agents import BLOCK, pairs, recomputed_tokens, staged_share, summary
-from benchmarks.serve.trace import SESSION_HASHES, Call
+from benchmarks.serve.trace import SESSION_HASHES, Call, Slice
 from tests.lab.passes import Pass, RequestResult
 
 
@@ -53,7 +53,8 @@ def test_of_returning_turns_that_is_there_which_they_do_not_fetch() -> None:
     results = [RequestResult(number, f"p-{number}", [], 0, 0.0, 1.0, 2.0, "length") for number in range(3)]
     lines = [
         {"request_id": "p-0-a", "found_blocks": 9, "local_blocks": 0, "bytes": 9 * 64},
-        {"request_id": "p-2-b", "found_blocks": 10, "local_blocks": 2, "bytes": 2 * 64},
+        {"request_id": "p-2-b", "found_blocks": 12, "local_blocks": 2, "bytes": 4 * 64},
     ]
-    assert staged_share(Pass(results, 2.0, 5), lines, calls, 64) == 0.75
-    assert staged_share(Pass(results, 2.0, 5), lines[:1], calls, 64) is None
+    some = Slice(BLOCK, calls, [(), (), tuple(range(10))], 0)
+    assert staged_share(Pass(results, 2.0, 5), lines, some, 64) == 0.75, "two blocks are of this turn alone"
+    assert staged_share(Pass(results, 2.0, 5), lines[:1], some, 64) is None

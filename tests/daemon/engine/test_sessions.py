@@ -34,10 +34,11 @@ class Setup:
         self.sessions, self.now, self.block_ns, self.free = Sessions(1, LEASE_NS), 0, block_ns, free
         self.numbers = 0
 
-    def come(self, session: str, prompt: str, after_ns: int = 0) -> tuple[int | None, list[int]]:
+    def come(self, session: str, prompt: str, after_ns: int = 0, local: int = 0) -> tuple[int | None, list[int]]:
         self.now += after_ns
         chain = Chain("".join(each * SIZE for each in prompt).encode(), SIZE)
-        gap_ns, outdated = self.sessions.arrived(session.encode(), chain, self.now, self.block_ns)
+        gap_ns, outdated = self.sessions.arrived(session.encode(), chain, local, self.now, self.block_ns)
+        self.sessions.used(len(prompt) - local)
         return gap_ns, list(outdated)
 
     def due(self, after_ns: int = 0) -> Due | None:
@@ -96,6 +97,23 @@ def test_with_free_room_it_is_announced_at_once() -> None:
     setup.free += 1
     setup.learn("t")
     assert setup.due(SETTLED_NS) is not None
+
+
+def test_what_the_engine_s_own_cache_still_has_is_not_announced() -> None:
+    """A prompt was whole there after ten blocks of others, and not after fourteen."""
+    setup = Setup()
+    setup.learn()
+    for used, local in ((10, OWN_GAPS + 1), (14, 1)):
+        setup.sessions.used(used)
+        setup.come("s", "a" * (OWN_GAPS + 1), GAP_NS, local)
+    setup.sessions.used(7)
+    assert setup.due(GAP_NS) is None
+    setup.sessions.used(1)
+    assert setup.due(SECOND_NS) is not None
+    setup.sessions.used(3)
+    setup.come("s", "a" * (OWN_GAPS + 1), GAP_NS, 1)
+    setup.sessions.used(7)
+    assert setup.due(GAP_NS) is None, "eight of ten, and what a request of its own used counts not"
 
 
 def test_without_a_gap_of_its_own_those_of_others_count() -> None:
