@@ -68,6 +68,17 @@ class Site:
     def assert_idle(self, timeout_s: float = 60.0) -> None:
         self.auditor.assert_idle(self.daemon.pid, self.daemon.socket, timeout_s)
 
+    def a_foreign_block_shows(
+        self, engine: Engine, prompts: list[list[int]], right: list[list[int]], index: int = 1, **options: Any
+    ) -> None:
+        """All prompts but the first load a block of the first: their tokens differ, so equal tokens mean something."""
+        self.fresh(engine)
+        engine.call("tests.e2e.probes:load_a_foreign_block", index)
+        spoiled = engine.run(prompts, concurrency=1, **options)
+        assert min(spoiled.cached_tokens) > 0
+        changed = [got != want for got, want in zip(spoiled.tokens, right, strict=True)]
+        assert changed == [False] + [True] * (len(prompts) - 1)
+
 
 At = Callable[[Daemon], Site]
 

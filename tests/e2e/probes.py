@@ -44,7 +44,7 @@ def vllm_version(engine: Any) -> str:
     return str(vllm.__version__)
 
 
-def load_a_foreign_block(engine: Any, index: int = 1) -> None:
+def load_a_foreign_block(engine: Any, index: int) -> None:
     """From now on, give every load but the first this block of the first load's prompt: the second one, or a state.
 
     It replaces what an earlier call began.

@@ -55,14 +55,6 @@ def right_long(reference: Engine) -> list[list[int]]:
     return reference.run(LONG).tokens
 
 
-def a_foreign_block_shows(site: Site, engine: Engine, right: list[list[int]], index: int = 1) -> None:
-    """All prompts but the first load a block of the first: their tokens differ, so equal tokens mean something."""
-    site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block", index)
-    spoiled = engine.run(PROMPTS, concurrency=1)
-    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
-
-
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention and sliding windows")
 def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
     site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
@@ -78,7 +70,7 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
         beside = sum(whole_blocks(long) - whole_blocks(short) for long, short in zip(LONG, PROMPTS, strict=True))
         assert engine.call("tests.e2e.probes:counters")["load_blocks"] - loads == beside // BLOCK
         served(engine.run(LONG), right_long, hits(LONG))
-    a_foreign_block_shows(site, engine, right)
+    site.a_foreign_block_shows(engine, PROMPTS, right)
     site.assert_idle()
     engine.stop()
 
@@ -246,7 +238,7 @@ def test_chunks_beside_local_hits_and_vllms_own_connector(
     site.fresh(mine)
     assert mine.run(PROMPTS).tokens == plain_tokens  # which saves windows before their ends
     for start in starts:
-        a_foreign_block_shows(site, mine, plain_tokens, start)
+        site.a_foreign_block_shows(mine, PROMPTS, plain_tokens, start)
     site.assert_idle()
     theirs.stop()
     mine.stop()

@@ -46,10 +46,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, qwen: Path, reference: 
     served(engine.run(PROMPTS, concurrency=1), right, [0] * len(PROMPTS))
     site.fresh(engine)
     served(engine.run(PROMPTS, concurrency=1), right, hits(PROMPTS))
-    site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block", STATES)
-    spoiled = engine.run(PROMPTS, concurrency=1)
-    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    site.a_foreign_block_shows(engine, PROMPTS, right, STATES)
     site.assert_idle()
     engine.stop()
 

@@ -73,10 +73,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, referenc
     served(engine.run(LONG), right_long, hits(LONG))
     counters = engine.call("tests.e2e.probes:counters")
     assert (counters["loads"], counters["failed_loads"]) == (2 * len(PROMPTS), 0)
-    site.fresh(engine)
-    engine.call("tests.e2e.probes:load_a_foreign_block", 0)  # the state's: its group is the first
-    spoiled = engine.run(PROMPTS, concurrency=1)
-    assert [got == want for got, want in zip(spoiled.tokens, right, strict=True)] == [True] + 5 * [False]
+    site.a_foreign_block_shows(engine, PROMPTS, right, STATES)
     site.assert_idle()
     engine.stop()
 
