@@ -1,0 +1,256 @@
+"""Three strangers with the documents alone: a first hit, five faults, a first metric. Each prints the time it took.
+
+They need no root of their own: fresh environments in an empty folder, as an ordinary user. tests/test_empty_root.py has
+the same in an empty Debian root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports, frozen
+from tests.support.command import COMMAND
+from tests.support.empty_root import put_checkout
+from tests.support.fake_engine import FakeEngine
+from tests.support.ordinary import AS_NOBODY, NOBODY
+from tests.support.pages import ROOT
+
+FIRST_S = 600.0  # to a first hit, or a first metric
+FAULT_S = 60.0  # until a fault is found
+# The only commands that the operator uses.
+LOOKS = (("health",), ("status",), ("top", "--once", "--interval", "0.2"))
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n{line}", end="")
+
+    return say
+
+
+class Stranger:
+    """An ordinary user with a clone in an otherwise empty home folder."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.clone = home, home / "clone"
+        put_checkout(ROOT, self.clone)
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("KVPREFETCH", "PYTHON"))}
+        self._environ = own | {
+            "HOME": str(home),
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "KVPREFETCHD_METRICS_PORT": "0",
+            "XDG_RUNTIME_DIR": str(home),
+        }
+        pip = Path.home() / ".config/pip/pip.conf"  # how this machine reaches an index
+        self._environ |= {"PIP_CONFIG_FILE": str(pip)} if pip.exists() else {}
+        if AS_NOBODY:
+            for path in (home, *home.rglob("*")):
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+    def run(self, script: str, timeout_s: float) -> tuple[float, str]:
+        """Run a bash script in the clone; return the seconds that it took, and what it said."""
+        begun = time.monotonic()
+        child = subprocess.Popen(
+            [*AS_NOBODY, "bash", "-ec", script],
+            cwd=self.clone,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = child.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, 9)
+        assert child.returncode == 0, said[-4000:]
+        return time.monotonic() - begun, said
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    home = Path(tempfile.mkdtemp(prefix="kvs-"))  # the path of a socket has a bound
+    home.chmod(0o755)
+    yield Stranger(home)
+    shutil.rmtree(home)
+
+
+def found(socket: Path, words: str, *, before: tuple[str, ...] = ()) -> tuple[float, str]:
+    """Look until one of LOOKS says these words; return the seconds that this took, and the command."""
+    begun = time.monotonic()
+    said = ""
+    while time.monotonic() < begun + FAULT_S:
+        for look in LOOKS:
+            done = subprocess.run([*before, *COMMAND, *look, "--socket", socket], capture_output=True, timeout=60)
+            said = (done.stdout + done.stderr).decode()
+            if words in said:
+                return time.monotonic() - begun, look[0]
+    raise AssertionError(f"{words!r} not within {FAULT_S:.0f} s; the last look said:\n{said}")
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Daemon]:
+    """A daemon that the operator has seen ready."""
+    with Daemon(staging="1MiB", **options) as daemon:
+        subprocess.run([*COMMAND, "health", "--wait", "60", "--socket", daemon.socket], check=True, capture_output=True)
+        yield daemon
+
+
+@contextlib.contextmanager
+def store_gone() -> Iterator[tuple[Path, str]]:
+    from tests.lab.store import Store
+
+    with Store(memory="64 MB") as store, serving(mooncake_config=store.config) as daemon:
+        store.kill_master()
+        yield daemon.socket, "the store does not answer"
+
+
+@contextlib.contextmanager
+def disk_full() -> Iterator[tuple[Path, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=400m,mode=0700", "tmpfs", folder]
+        if subprocess.run(mount, check=False, capture_output=True).returncode:
+            pytest.skip("may not mount here")
+        try:
+            with serving(memory="64MiB", disk=f"{folder}:100MiB") as daemon:
+                (Path(folder) / "of-another").write_bytes(bytes(300 << 20))
+                yield daemon.socket, "make room, or choose a smaller size"
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextlib.contextmanager
+def engine_refused() -> Iterator[tuple[Path, str]]:
+    with serving(memory="64MiB", extra=("--max-engines", "1")) as daemon, ExitStack() as stack:
+        for name in ("first", "second"):
+            engine = FakeEngine(daemon.socket, engine_id=name, attach=name == "first")
+            stack.callback(engine.close)
+        engine.greet_all()
+        yield daemon.socket, "too many engines: max_engines=1"
+
+
+@contextlib.contextmanager
+def daemon_hangs() -> Iterator[tuple[Path, str]]:
+    with serving(memory="64MiB") as daemon, frozen(daemon.pid):
+        yield daemon.socket, "the main loop hangs"
+
+
+@contextlib.contextmanager
+def daemon_dead() -> Iterator[tuple[Path, str]]:
+    with serving(memory="64MiB") as daemon:
+        daemon.sigkill()
+        yield daemon.socket, f"the daemon is gone: pid {daemon.pid}"
+        daemon.picture.unlink(missing_ok=True)
+
+
+@pytest.mark.store
+@pytest.mark.parametrize("fault", [store_gone, disk_full, engine_refused, daemon_hangs, daemon_dead])
+def test_an_operator_finds_a_fault_within_a_minute(
+    fault: Callable[[], contextlib.AbstractContextManager[tuple[Path, str]]], say: Callable[[str], None]
+) -> None:
+    """By `health`, `status` or `top` alone, which say the fault in words."""
+    with fault() as (socket, words):
+        took_s, command = found(socket, words)
+    say(f"{fault.__name__}: {took_s:.1f} s, {command}")
+    assert took_s <= FAULT_S
+
+
+@pytest.mark.store
+@pytest.mark.skipif(not AS_NOBODY, reason="needs root, to be another user")
+def test_a_user_without_rights_to_the_socket_is_told_so_within_a_minute(say: Callable[[str], None]) -> None:
+    with serving(memory="64MiB") as daemon:
+        daemon.socket.parent.chmod(0o755)
+        took_s, command = found(daemon.socket, "Permission denied", before=tuple(AS_NOBODY))
+    say(f"socket_without_rights: {took_s:.1f} s, {command}")
+    assert took_s <= FAULT_S
+
+
+@pytest.mark.stress
+@pytest.mark.vllm
+@pytest.mark.store
+@pytest.mark.timeout(1800)
+def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger, say: Callable[[str], None]) -> None:
+    """README's three lines, a real engine, and one prompt twice: the second request is loaded from the store."""
+    from tests.lab.checkpoint import TINY, make_checkpoint
+
+    text = (ROOT / "README.md").read_text()
+    daemon, connector, serve = text.split("and vLLM's in another:\n\n```sh\n")[1].split("\n```")[0].splitlines()
+    model = make_checkpoint(stranger.home / "models", TINY)
+    vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
+    took_s, said = stranger.run(NEWCOMER.format(
+        python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0],
+        daemon=daemon, connector=connector, vllm=vllm,
+    ), 1700)  # fmt: skip
+    say(f"a first hit: {took_s:.0f} s\n" + "\n".join(re.findall(r"^== .*$", said, re.MULTILINE)))
+    assert re.search(r"request\.done .* loaded: [1-9]\d* of \d+ blocks", said), said[-4000:]
+    assert took_s <= FIRST_S
+
+
+# The environment of vLLM is the one that the tests have, without its kvprefetch. vLLM's build for CPUs has no `vllm
+# serve` (docs/tutorial.md).
+NEWCOMER = """
+say() {{ echo "== $SECONDS s: $*"; }}
+export KVPREFETCHD_SOCKET=$HOME/s PORT={port}
+export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
+for name in daemon engine; do {python} -m venv ~/$name; done
+echo {site} > $(~/engine/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+SERVER='exec ~/engine/bin/python -m vllm.entrypoints.openai.api_server --model "$@"'
+printf '#!/bin/sh\\nshift\\n%s\\n' "$SERVER" > ~/engine/bin/vllm
+chmod +x ~/engine/bin/vllm
+say "two environments"
+(PATH=~/daemon/bin:$PATH; {daemon}) &
+until ~/daemon/bin/kvprefetchd health --wait 60 2>/dev/null; do sleep 1; done
+say "a daemon that is ready"
+PATH=~/engine/bin:$PATH
+{connector}
+say "a connector"
+{vllm} > vllm.log 2>&1 & ENGINE=$!
+until ~/daemon/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
+    sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
+done
+say "an engine"
+ask() {{
+    curl -sSf localhost:$PORT/v1/completions -H "Content-Type: application/json" \\
+        -d "{{\\"model\\": \\"tiny\\", \\"prompt\\": \\"$(seq -s ' ' 500)\\", \\"max_tokens\\": 8}}"
+}}
+ask && sleep 2
+curl -sSf -X POST localhost:$PORT/reset_prefix_cache
+ask && sleep 2
+~/daemon/bin/kvprefetchd tail --event request.done kvprefetchd.log
+say "a first hit"
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["metric", "policy"])
+def test_a_contributor_s_first_change_passes_within_ten_minutes(
+    recipe: str, stranger: Stranger, say: Callable[[str], None]
+) -> None:
+    """From a clone: the environment of `make check`, and CONTRIBUTING's recipe, after which lint and tests pass."""
+    steps = f"make .venv-check/.done\n.venv-check/bin/python -m tests.install.recipes {recipe}"
+    took_s, said = stranger.run(steps, 1700)
+    say(f"a first {recipe}: {took_s:.0f} s")
+    assert re.search(r"^\d+ passed", said, re.MULTILINE), said[-4000:]
+    assert took_s <= FIRST_S
