@@ -18,7 +18,8 @@ CHECK_VENV  ?= .venv-check
 CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_estimate.py tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
-CHECK_COVERAGE ?= 78
+# Per cent of the package's lines that the tests must reach. To count them takes twice as long, so CI does it.
+COVERAGE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-vllm-versions vllm-names lint links format stress gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
@@ -38,7 +39,7 @@ $(CHECK_VENV)/.done: pyproject.toml $(wildcard shmring/_*.[ch])
 check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and Mooncake: two minutes from a clone
 	@$(MAKE) --no-print-directory lint VENV=$(CHECK_VENV)
 	@$(CHECK_VENV)/bin/python -m pytest -n $(JOBS) -m "not store and not vllm and not stress" \
-		--cov --cov-fail-under=$(CHECK_COVERAGE) --cov-report= $(CHECK_TESTS)
+		$(if $(COVERAGE),--cov --cov-fail-under=$(COVERAGE) --cov-report=) $(CHECK_TESTS)
 
 # Files start in the order of tests/conftest.py.  Otherwise the slowest ones, with few tests, start last, and one
 # process is left alone.

@@ -126,3 +126,15 @@ def test_tests_that_need_what_is_not_installed_are_skipped_when_they_are_run_alo
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in alone)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout
+
+
+def test_lines_that_tests_reach_are_counted_in_ci_alone() -> None:
+    """To count them takes half the time of `make check`, which has two minutes."""
+
+    def said(*more: str) -> str:
+        command = ["make", "-n", "check", *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    (step,) = (each for each in load(ROOT / ".github/workflows/check.yml")["jobs"]["check"]["steps"] if "run" in each)
+    assert "--cov" not in said()
+    assert "--cov-fail-under=78" in said(*step["run"].split()[2:])

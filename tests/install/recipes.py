@@ -49,7 +49,7 @@ RECIPES = {
             ),
             (
                 "tests/daemon/engine/test_epoch.py",
-                "    engine.leave()\n",
+                "    yield engine\n    engine.leave()\n",
                 "\n\ndef test_the_blocks_of_hints_are_counted(engine: Engine) -> None:\n"
                 '    engine.stage((0, 1), *"abc")\n'
                 '    assert engine.epoch.counters["hinted_blocks"] == 3\n',
