@@ -34,6 +34,7 @@ from .common import (
     configuration_sources,
     declare,
     flag,
+    of_running,
     option,
     show,
 )
@@ -70,7 +71,7 @@ def add(commands: Group) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    config = accepted(configuration_sources(arguments)).config
+    config = of_running(accepted(configuration_sources(arguments)))
     load = {"parallel": arguments.parallel, "seconds": arguments.seconds}
     found = [*socket(config, **load), *store(config, "load", **load), *disk(config, **load)]
     rows = [summary(each) for each in found if "ms" in each]

@@ -134,6 +134,13 @@ def accepted(sources: Sources) -> Effective:
     return effective
 
 
+def of_running(effective: Effective) -> DaemonConfig:
+    """Return the configuration with the socket of the daemon that runs, not of one that would start, unless it is
+    named."""
+    where = {"socket": find_socket(os.environ)} if effective.origin["socket"] == "default" else {}
+    return effective.config.model_copy(update=where)
+
+
 def show(fields: Mapping[str, Any], *, ok: bool = True, problems: Iterable[str] = ()) -> None:
     """Print a result as one JSON object, in which every command has these keys: its words, whether it ends with
     status 0, and what is wrong in sentences. Its own fields are beside them."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...client.control import Unavailable, find_socket, look
+from ...client.control import Unavailable, look
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry import board
 from .common import (
@@ -27,6 +27,7 @@ from .common import (
     configuration_sources,
     declare,
     flag,
+    of_running,
     option,
     show,
 )
@@ -93,9 +94,7 @@ def run(arguments: Arguments) -> int:
         checks = engine(arguments.model, arguments.kv_transfer_config)
     else:
         effective = accepted(sources)
-        config = effective.config
-        if effective.origin["socket"] == "default":  # look at the daemon that runs, not at the one that would start
-            config = config.model_copy(update={"socket": find_socket(os.environ)})
+        config = of_running(effective)
         checks = examine(config)
     found = []
     for name, finding in checks:
