@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -67,23 +68,28 @@ class Stranger:
     def run(self, script: str, timeout_s: float) -> tuple[float, str]:
         """Run a bash script in the clone; return the seconds that it took, and what it said."""
         begun = time.monotonic()
-        child = subprocess.Popen(
-            [*AS_NOBODY, "bash", "-ec", script],
-            cwd=self.clone,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            said, _ = child.communicate(timeout=timeout_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, 9)
-        assert child.returncode == 0, said[-4000:]
-        return time.monotonic() - begun, said
+        with tempfile.TemporaryFile("w+") as output:  # a pipe would wait for what the script leaves running
+            child = subprocess.Popen(
+                [*AS_NOBODY, "bash", "-ec", script],
+                cwd=self.clone,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = child.wait(timeout_s)
+                took_s = time.monotonic() - begun
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)
+                    time.sleep(2)
+                    os.killpg(child.pid, signal.SIGKILL)
+            output.seek(0)
+            said = output.read()
+        assert status == 0, said[-4000:]
+        return took_s, said
 
 
 @pytest.fixture
