@@ -34,6 +34,7 @@ LINE: dict[str, Any] = {
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
     "missing_blocks": 0, "recompute_ms": None, "announced_ms": None, "announced_blocks": 0, "announced_staged": 0,
+    "session_gap_ms": None,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
     "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
     "traceparent": None,
