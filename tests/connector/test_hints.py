@@ -145,13 +145,13 @@ def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
 def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_asks() -> None:
     """Oldest first, with what is local by then, and not for requests that ended or that became all local."""
     engine = Engine(ring=4096)
-    fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
-    lost = [engine.add(f"lost{i}", 40 * BLOCK) for i in range(5)]
+    fill = [engine.add(f"fill{i}", 39 * BLOCK) for i in range(3)]
+    lost = [engine.add(f"lost{i}", 39 * BLOCK) for i in range(5)]
     names = [request.request_id for request in lost]
     engine.step()
     assert engine.side.counters["hints_dropped"] == 5, "a second try is no second loss"
     engine.side.finished(lost[1])
-    engine.cache.hits |= {"lost2": 40 * BLOCK, "lost3": 2 * BLOCK}
+    engine.cache.hits |= {"lost2": 39 * BLOCK, "lost3": 2 * BLOCK}
     for _ in range(3):
         engine.daemon.drain()
         engine.step()

@@ -290,14 +290,14 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
 
     def check() -> None:
         engine = FakeEngine(ring=4096)
-        fill = [engine.add(f"fill{i}", 40 * BLOCK) for i in range(3)]
-        lost = engine.add("lost", 40 * BLOCK)
+        fill = [engine.add(f"fill{i}", 39 * BLOCK) for i in range(3)]
+        lost = engine.add("lost", 39 * BLOCK)
         assert engine.side.counters["hints_dropped"] == 1
         engine.daemon.drain()  # the daemon caught up before the scheduler got there
         assert "lost" not in [hint.request_id for hint in engine.daemon.hints]
         assert engine.match(lost) == (None, False)
         hint = engine.daemon.hint("lost")
-        assert hint.blocks == 39
+        assert hint.blocks == 38
         assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
         assert engine.side.counters["late_hints"] == 1
         engine.daemon.stage("lost", 39)
