@@ -300,8 +300,8 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
         assert hint.blocks == 38
         assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
         assert engine.side.counters["late_hints"] == 1
-        engine.daemon.stage("lost", 39)
-        assert engine.match(lost) == (39 * BLOCK, False)
+        engine.daemon.stage("lost", 38)
+        assert engine.match(lost) == (38 * BLOCK, False)
         for request in (*fill, lost):
             engine.side.finished(request)
 
