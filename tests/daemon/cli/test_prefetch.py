@@ -85,10 +85,10 @@ def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
 
     ask, refusals = Door.ask, [429, 429]
 
-    def busy(self: Door, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+    def busy(self: Door, method: str, path: str, body: object = None, **more: float) -> tuple[int, dict[str, Any]]:
         if method == "POST" and refusals:
             return refusals.pop(), {"error": "too many actions: uid=0 actions=1 max_a_second=200"}
-        return ask(self, method, path, body)
+        return ask(self, method, path, body, **more)
 
     monkeypatch.setattr(Door, "ask", busy)
     daemon = serve()
@@ -195,7 +195,7 @@ def test_only_where_it_can_be_done(serve: Serve, tmp_path: Path, capsys: pytest.
     [
         ("what", ["not JSON"]),
         ("7", ["a list or an object"]),
-        ('{"hashes": ["ab"], "prompt_token_ids": [1]}', ["one of token_ids and block_hashes"]),
+        ('{"hashes": ["ab"], "prompt_token_ids": [1]}', ["one of token_ids, block_hashes and session_id"]),
         ('["ab", 7]', ["block_hashes.1", "7"]),
         ("[]", ["token_ids", "at least 1"]),
         ("[" * 100_000, ["not JSON"]),

@@ -133,20 +133,20 @@ def test_an_idle_daemon_uses_next_to_nothing(serve: Serve) -> None:
 
 
 def test_while_a_request_waits_the_daemon_hears_pushes_without_a_bell_and_then_sleeps(shared_daemon: Daemon) -> None:
-    """2 % of a core is the aim for its looks; one of three windows keeps within a bound for a slow machine."""
+    """Looks take 2 % of a core, or more where one costs over 40 µs. Looks without their pause would take a third."""
     engine = FakeEngine(shared_daemon.socket, prefix="looks")
     eventually(lambda: engine.words.load_acquire(Line.SLEEPING) == 1, what="asleep without requests")
     key = engine.hint(list(blocks("looks", 2)))
     engine.settled(key)
     used, asleep = list[float](), 0
-    while len(used) < 3 and min(used, default=1.0) >= 0.05:
+    while len(used) < 3 and min(used, default=1.0) >= 0.1:
         before = cpu_s(shared_daemon.pid)
         for _ in range(400):
             asleep += engine.words.load_acquire(Line.SLEEPING)
             time.sleep(0.005)
         used.append((cpu_s(shared_daemon.pid) - before) / 2)
     assert asleep == 0, "a bell would have been needed"
-    assert min(used) < 0.05, used
+    assert min(used) < 0.1, used
     engine.ask(key)
     eventually(lambda: engine.words.load_acquire(Line.HEAD) == engine.words.load_acquire(Line.TAIL), what="heard")
     assert engine.move(key, FlagState.CANCELLED)
