@@ -159,7 +159,9 @@ class Run:
             config, ip = self._store.config, self._store.host_ip
             self._spec = self._spec.but(mooncake_config=config, host_ip=ip)
             staging = f"{self.staging_bytes(size) >> 20}MiB"
-            self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
+            self._daemon = stack.enter_context(
+                Daemon(mooncake_config=config, staging=staging, extra=("--sessions", "on"))
+            )
             self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
             with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
                 server.serve(self._stored, [1] * len(self._stored), 1)

@@ -139,7 +139,7 @@ class DaemonConfig(BaseModel):
         default=None, description="file with the token that callers of that port send: Authorization: Bearer TOKEN"
     )
     sessions: Literal["on", "off"] = Field(
-        default="on", description="on: prompts of sessions are kept, and staged before their next requests come"
+        default="off", description="on: prompts of sessions are kept, and staged before their next requests come"
     )
     call_timeout_ms: Number = Field(
         default=4000,

@@ -151,7 +151,9 @@ class EpochCalls:
         """
         if order.session:
             if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
-                reply(Outcome(number=order.number, outcome="missing", reason="no request of this session came lately"))
+                known = self._services.sessions
+                reason = "no request of this session came lately" if known else "the daemon's sessions are off"
+                reply(Outcome(number=order.number, outcome="missing", reason=reason))
                 return
             hashes, size = chain.hashes, chain.hash_bytes
             order = order.model_copy(update={"hashes": len(hashes) // size, "hash_bytes": size})

@@ -48,7 +48,7 @@ class Services(NamedTuple):
     lease_ns: int
     media: bool
     histories: Histories
-    sessions: bool = True
+    sessions: bool = False
 
 
 class EpochParts:
