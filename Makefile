@@ -78,12 +78,8 @@ format: $(if $(wildcard $(BIN)/mypy),,$(CHECK_VENV)/.done) ## rewrite the source
 stress: setup ## the long tests: load and randomised faults
 	@$(BIN)/python -m pytest -m stress --timeout=3600 --record
 
-# Each file has a process of its own, since a lost CUDA context ends the rest of its process.
-GPU_TEST = KVPREFETCH_GPU=1 timeout 600 env $(ON_GPU) -m pytest -c /dev/null --rootdir=. --import-mode=importlib \
-	-o markers=gpu -o faulthandler_timeout=120 -v -rs
-gpu: links ## tests/gpu on a CUDA device (PYTHON: with torch, cupy, numpy and pytest, no vLLM)
-	@failed=; for file in tests/gpu/test_*.py; do $(GPU_TEST) $$file || failed="$$failed $$file"; done; \
-		test -z "$$failed" || { echo "make gpu: failed:$$failed"; exit 1; }
+gpu: links ## ten minutes on a CUDA device (PYTHON: with torch, cupy, numpy and pytest, no vLLM); ARGS=--fake rehearses
+	@$(ON_GPU) -m tests.gpu $(ARGS)
 
 demo: setup ## two users and a store that is far: recomputed, vLLM's Mooncake connector, on demand, prefetched, all local
 	@$(BIN)/python -m benchmarks.demo $(ARGS)

@@ -1,18 +1,15 @@
-"""Shared by the tests on a GPU (`make gpu`), or on the fake driver (side.py), as in every test run.
+"""Shared by the tests on a GPU, or on the fake driver (side.py).
 
 On a GPU they need torch, cupy, numpy and pytest, but neither vLLM nor Mooncake.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvprefetch.shmring.errors import DeviceError
-from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
 from tests.gpu.peer import Peer
 
@@ -32,32 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="it measures a GPU: make gpu"))
         else:
             item.add_marker(fakecuda.needs_fake)
-
-
-def pytest_sessionstart() -> None:
-    """End in one line where there is no GPU to run on."""
-    from tests.gpu.side import ON_GPU
-
-    if ON_GPU:
-        try:
-            cuda.open_device(cuda.uuid_of(0))
-        except DeviceError as error:
-            pytest.exit(f"no CUDA device here: {error}", 1)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where the tests ran, and each figure that they measured."""
-    from tests.gpu.side import ON_GPU
-
-    if not ON_GPU:
-        return
-    import torch
-
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    terminalreporter.write_line(f"{name} torch={torch.__version__} uid={os.geteuid()}")
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        for what, value in report.user_properties:
-            terminalreporter.write_line(f"{what}: {value}")
 
 
 @pytest.fixture(scope="module")
