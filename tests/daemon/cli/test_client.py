@@ -101,7 +101,7 @@ def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..
     stored(daemon, 12)
     chain = [digest.hex() for digest in values]
     absent = [digest.hex() for digest in blocks("nowhere", 3)]
-    sent = Client(daemon.socket).prefetch(
+    sent = Client(daemon.socket, timeout_s=60).prefetch(
         [Prompt(block_hashes=chain), Prompt(block_hashes=absent), Prompt(block_hashes=chain, engine="another")],
         engine="one",
     )
@@ -121,7 +121,9 @@ def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..
 def test_a_wait_for_what_does_not_come_ends(serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = serve()
     engine = FakeEngine(daemon.socket, prefix="slow")
-    sent = Client(daemon.socket).prefetch([Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 1)])])
+    sent = Client(daemon.socket, timeout_s=60).prefetch(
+        [Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 1)])]
+    )
     monkeypatch.setattr(api.Answered, "done", False)
     assert [each.outcome for each in sent.wait(0.3)] == ["missing"]
     engine.close()

@@ -93,7 +93,7 @@ def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
     monkeypatch.setattr(Door, "ask", busy)
     daemon = serve()
     engine = FakeEngine(daemon.socket, prefix="many")
-    sender = Sender(Client(daemon.socket), "", 1000, progress=False)
+    sender = Sender(Client(daemon.socket, timeout_s=60), "", 1000, progress=False)
     sender.add(Listed(1, 100, Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 3)])))
     sender.flush()
     assert (sender.counts["missing"], sender.refused) == (3, [])
