@@ -284,6 +284,7 @@ def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.store
 @pytest.mark.parametrize(
     ("mode", "text", "wrong"), [(0o644, TOKEN, "other users may read it"), (0o600, "short", "16 to 4096 bytes")]
 )
