@@ -151,8 +151,8 @@ class EpochCalls:
         """
         if order.session:
             if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
-                known = self._services.sessions
-                reason = "no request of this session came lately" if known else "the daemon's sessions are off"
+                on = self._services.sessions
+                reason = "no request of this session came lately" if on else "the daemon's sessions are off"
                 reply(Outcome(number=order.number, outcome="missing", reason=reason))
                 return
             hashes, size = chain.hashes, chain.hash_bytes
@@ -177,6 +177,8 @@ class EpochCalls:
     def _announce_sessions(self, now_ns: int) -> None:
         """Announce the prompts of sessions that are about to come back."""
         parts, sessions = self._parts, self._parts.sessions
+        if not len(sessions):
+            return
         free_blocks = parts.planner.blocks.free // len(parts.engine.groups)
         while parts.mode == "on" and (due := sessions.next_due(now_ns, free_blocks)) is not None:
             free_blocks = 0  # for the next ones, until it is known how much this one takes
