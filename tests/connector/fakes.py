@@ -17,7 +17,7 @@ from kvprefetch.connector.geometry import Geometry
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.session import SchedulerSession, WorkerSession
+from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter
@@ -170,22 +170,6 @@ class FakeLink:
         if self.confirms:
             self.confirmed_reset = generation
         return True
-
-
-class FakeWorkerLink:
-    """A worker's link without its thread: it has these epochs mapped."""
-
-    def __init__(self, session: WorkerSession) -> None:
-        self.sessions = {session.epoch: session}
-        self.kept: list[Sequence[int]] = []
-
-    def start(self) -> None: ...
-    def close(self) -> None: ...
-    def mapped(self, epoch: int) -> WorkerSession | None:
-        return self.sessions.get(epoch)
-
-    def keep(self, live_epochs: Sequence[int]) -> None:
-        self.kept.append(live_epochs)
 
 
 class Request:

@@ -54,7 +54,8 @@ from tests.scheduler.shape import base_config, cache_config, sized
 from tests.support import scheduler_checks
 from tests.support.clock import Clock
 
-from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink, FakeWorkerLink
+from .fakes import BLOCK, BLOCK_BYTES, FakeDaemon, FakeLink
+from .worker_link import FakeWorkerLink
 
 MAX_MODEL_LEN = 512
 GROUPS = Groups((Group(Kind.FULL, BLOCK),), BLOCK)

@@ -24,7 +24,7 @@ from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 
-from .fakes import FakeWorkerLink
+from .worker_link import FakeWorkerLink
 
 BLOCKS, SLOTS, EPOCH = 6, 4, 77
 ONE_GROUP = Groups((Group(Kind.FULL, 16),), 16)

@@ -1,0 +1,23 @@
+"""A worker's link without its thread, for tests that have the segment mapped themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvprefetch.connector.session import WorkerSession
+
+
+class FakeWorkerLink:
+    """A worker's link without its thread: it has these epochs mapped."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self.sessions = {session.epoch: session}
+        self.kept: list[Sequence[int]] = []
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def mapped(self, epoch: int) -> WorkerSession | None:
+        return self.sessions.get(epoch)
+
+    def keep(self, live_epochs: Sequence[int]) -> None:
+        self.kept.append(live_epochs)
