@@ -48,7 +48,7 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
         engines = "1 engine" if count == 1 else f"{count} engines"
         problems.append(f"the daemon is gone: pid {status.get('pid')}, last beat {last} UTC, {engines}")
     elif not serving:
-        problems.append(phase)
+        problems.append(f"{phase} for {loop_age_s:.0f} s")  # without a loop, so no beat
     elif loop_age_s > LOOP_READY_S:
         problems.append(
             f"the main loop hangs: loop_age_s={loop_age_s:.1f} ready<={LOOP_READY_S} alive<={LOOP_HEALTHY_S}"

@@ -36,6 +36,11 @@ def test_health_is_judged_by_ages(seen: dict[str, Any], ready: bool, healthy: bo
     assert bool(health.problems) == (not ready)
 
 
+def test_a_start_that_lasts_says_for_how_long() -> None:
+    """A daemon that hangs in it, or that is stopped, would be "starting" for ever."""
+    assert picture(100, phase="starting").health().problems == ("starting for 100 s",)
+
+
 @pytest.mark.parametrize("call", ["fetch", "save", "attach", "copy"])
 def test_what_a_restart_does_not_mend_is_no_reason_for_one(call: str) -> None:
     """Purges, puts, reads from a node that trickles, large staging and copies to a GPU may last."""
