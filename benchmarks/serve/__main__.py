@@ -29,7 +29,7 @@ from benchmarks.machine import command, machine
 from benchmarks.serve import trace
 from benchmarks.serve.server import Server, replay
 from benchmarks.serve.trace import SHARED, TRACES
-from tests.lab import connectors, link, process
+from tests.lab import connectors, control, link, process
 from tests.lab.checkpoint import make_checkpoint
 from tests.lab.daemon import Daemon
 from tests.lab.engine import EngineSpec
@@ -96,6 +96,8 @@ def columns(result: Mapping[str, Any]) -> tuple[Requests, dict[int, list[int]]]:
 class Run:
     """One trace's run. `result` is whole at any moment: what was measured so far."""
 
+    live = False  # whether the store has only what was known before the slice, and engines save the rest
+
     def __init__(self, options: argparse.Namespace, some: trace.Slice) -> None:
         self._options, self._slice, self._begun = options, some, time.monotonic()
         self._chosen = options.variants.split(",")
@@ -114,7 +116,9 @@ class Run:
         )
         self._roomy = self._spec.but(num_gpu_blocks=sum(-(-each.input_tokens // BLOCK) + 9 for each in some.calls))
         self._prompts = self._expand(some.calls)
-        self._stored = self._expand([trace.Call(0.0, len(each) * some.chunk, 1, each) for each in some.stored()])
+        self._stored = self._expand(
+            [trace.Call(0.0, len(each) * some.chunk, 1, each) for each in some.stored(before=self.live)]
+        )
         self.result: dict[str, Any] = {
             "rounds": {"wanted": options.rounds, "done": 0}, "left_out": {}, "problems": [], "points": [],
             "tokens": {"compared": 0, "different": {}},
@@ -151,8 +155,8 @@ class Run:
             f"{len(some.calls)} requests of {some.span_s:.0f} s, on average {inputs:.0f} tokens in, {outputs:.0f} out; "
             f"{some.hit_share:.0%} of the input known before; {some.dropped} longer ones left out"
         )
-        wanted = some.stored_blocks(BLOCK)
-        size = wanted * BLOCK * MODEL.kv_bytes_per_token
+        wanted = some.stored_blocks(BLOCK, before=self.live)
+        size = some.stored_blocks(BLOCK) * BLOCK * MODEL.kv_bytes_per_token
         with contextlib.ExitStack() as stack:
             self._link = stack.enter_context(LimitedLink(rate_mbit=10_000))
             self._store = stack.enter_context(Store(memory="2 GB", link=self._link))
@@ -167,6 +171,7 @@ class Run:
                 server.serve(self._stored, [1] * len(self._stored), 1)
                 if (there := self._store.wait_keys(wanted, timeout_s=60)) < wanted:
                     self._problem(f"the store took {there} of {wanted} blocks")
+            self._base = self._store.names
             capacity, compute_s = self._capacity()
             mbit = 8e-6 * MODEL.kv_bytes_per_token / (options.fetch * compute_s)
             self._link.limit(round(mbit, 3))
@@ -223,12 +228,20 @@ class Run:
     def _serving(self, variant: str) -> Iterator[Any]:
         """A new server, warmed up; for the ideal with all that the store has in its own cache."""
         spec = self._roomy if variant == variants.LOCAL else self._spec
-        with self._server(spec.but(kv_transfer=variants.transfer(variant, self._daemon.socket))) as server:
+        transfer = variants.transfer(variant, self._daemon.socket)
+        if self.live and variants.ours(variant):
+            self._restore()
+            transfer = {**(transfer or {}), "kv_role": "kv_both"}
+        with self._server(spec.but(kv_transfer=transfer)) as server:
             if variant == variants.LOCAL:
                 server.serve(self._stored, [1] * len(self._stored), 1)
             warm = make_prompts(PLACES, self._spec.max_model_len // 2, vocab=MODEL.vocab, seed=99)
             server.serve(warm, [8] * len(warm), PLACES)
             yield server
+
+    def _restore(self) -> None:
+        """Remove what the pass before saved."""
+        control.remove(self._store.config, list(self._store.names - self._base), host_ip=self._store.host_ip)
 
     def _capacity(self) -> tuple[float, float]:
         """Measure requests a second with all KV local, and seconds to compute a token of a prompt."""

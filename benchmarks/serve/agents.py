@@ -5,7 +5,9 @@ third.  So passes of two variants are compared in pairs of like speed, the media
 is counted is no time of the machine's: tokens recomputed that the store has, and bytes fetched in vain.
 
 With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses:
-`ARGS="--variants local,kvprefetch-sessions,kvprefetch-on-demand"`.  Staging has half of what the sessions hold.
+`ARGS="--variants local,kvprefetch-sessions,kvprefetch-on-demand"`.  Staging has half of what the sessions hold, the
+store what was known before the slice, and engines save the rest.  Each pass has a new engine, to which a session's
+first request is its first; so the means of requests that came back are compared, too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks.bench import variants
@@ -65,17 +68,35 @@ def recomputed_tokens(result: Pass, lines: Sequence[Mapping[str, Any]]) -> int:
     return sum(max(0, BLOCK * line["found_blocks"] - each.cached_tokens) for each, line in of_requests(result, lines))
 
 
+def least_wait_s(waits_s: Sequence[float], fetches: Sequence[tuple[float, int]], bytes_per_s: float) -> float:
+    """Return the sum of max(W, F) over requests: `waits_s` with all KV local, and when each came and what it fetched.
+
+    The link sends in the order of arrivals.
+    """
+    sent = total = 0.0
+    for wait_s, (came_s, size) in zip(waits_s, fetches, strict=True):
+        sent = max(sent, came_s) + size / bytes_per_s if size else sent
+        total += max(wait_s, sent - came_s if size else 0.0)
+    return total
+
+
+def returning(some: Slice) -> list[int]:
+    """The requests whose session had one before, by number."""
+    first: dict[object, int] = {}
+    for number, call in enumerate(some.calls):
+        first.setdefault(call.session, number)
+    return [number for number, call in enumerate(some.calls) if first[call.session] != number]
+
+
 def staged_share(result: Pass, lines: Sequence[Mapping[str, Any]], some: Slice, block_bytes: int) -> float | None:
     """Return which share of the stored blocks of returning turns were there when these came; None without any.
 
     Blocks in the engine's own cache aside, and those that the trace did not have before: nobody could know of them, and
     the store has them for later turns.  What a turn's request fetched itself was not there.
     """
-    calls = some.calls
-    began = {call.session: number for number, call in reversed(list(enumerate(calls)))}  # each session's first call
-    stored = there = 0
+    came_back, stored, there = set(returning(some)), 0, 0
     for each, line in of_requests(result, lines):
-        if began[calls[each.index].session] != each.index:
+        if each.index in came_back:
             found, local = line["found_blocks"], line["local_blocks"]
             known = min(found, len(some.known[each.index]) * some.chunk // BLOCK)
             stored += max(0, known - local)
@@ -86,13 +107,17 @@ def staged_share(result: Pass, lines: Sequence[Mapping[str, Any]], some: Slice, 
 class InProcess(Run):
     """A run whose servers are engines of this process."""
 
+    @property
+    def live(self) -> bool:  # type: ignore[override]
+        return variants.SESSIONS in self._chosen
+
     def run(self) -> None:
         with Template(self._spec.environment()) as self._template:
             super().run()
 
     def staging_bytes(self, stored_bytes: int) -> int:
         """Half of what the sessions hold where these are compared, and room for the longest prompt in any case."""
-        if variants.SESSIONS not in self._chosen:
+        if not self.live:
             return super().staging_bytes(stored_bytes)
         return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes // 2)
 
@@ -111,6 +136,8 @@ class InProcess(Run):
             timeout_s=PASS_S,
         )
         watched = server.call(f"{WATCH}:end")
+        by_name = {name.rpartition("-")[0]: wait_s for name, wait_s in watched["waits_s"].items()}
+        waits_s = [by_name[each.request_id] for each in result.requests]
         requests = Requests()
         for number, each in enumerate(result.requests):
             requests.prompt.append(number)
@@ -124,41 +151,70 @@ class InProcess(Run):
         ended = self._daemon.records("request.done")[lines:]
         counts = {
             "admission_s": round(statistics.median(watched["admission_s"]), 5),
-            "waiting_s": round(watched["waiting_s"], 3),
+            "waiting_s": round(sum(waits_s), 3),
             "noticed_s": round(sum(line["exposed_ms"] for line in ended) / 1e3, 3),
             "recomputed_tokens": recomputed_tokens(result, ended),
         }
+        came_back = [result.requests[number].ttft_s for number in returning(self._slice)]
+        if self.live and came_back:
+            counts["returning_s"] = round(statistics.fmean(came_back), 5)
         block_bytes = BLOCK * MODEL.kv_bytes_per_token
         if (share := staged_share(result, ended, self._slice, block_bytes)) is not None:
             announced = self._daemon.records("announcement.done")[told:]
             expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
             counts |= {"staged_share": share, "expired_bytes": block_bytes * expired}
         self.say("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
+        fetches = {each.index: line["bytes"] for each, line in of_requests(result, ended)}
         verdicts = [{name: line[name] for name in VERDICT} for line in ended if line["missing_blocks"]]
-        return served, {"counts": counts, "verdicts": verdicts}
+        waits = {"waits_s": waits_s, "fetches": [fetches.get(number, 0) for number in range(len(calls))]}
+        return served, {"counts": counts, "verdicts": verdicts, **waits}
 
 
-def pairs(passes: Sequence[Mapping[str, Any]], variant: str, beside: str) -> list[float]:
+def pairs(passes: Sequence[Mapping[str, Any]], variant: str, beside: str, *, returning: bool = False) -> list[float]:
     """Return variant / another one, means to the first token, of passes in the order of their speed."""
     by_speed: dict[str, list[tuple[float, float]]] = {}
     for each in passes:
         times = each["requests"]
         mean = statistics.fmean(b - a for a, b in zip(times["arrival_s"], times["first_token_s"], strict=True))
+        mean = each["counts"].get("returning_s", mean) if returning else mean
         by_speed.setdefault(each["variant"], []).append((each["counts"]["admission_s"], mean))
     ours, other = (sorted(by_speed.get(name, [])) for name in (variant, beside))
     return [a[1] / b[1] for a, b in zip(ours, other, strict=False)]
 
 
+def over_least(point: Mapping[str, Any], variant: str) -> list[float]:
+    """Return requests waiting x s of a variant over that of max(W, F), of passes in the order of their speed."""
+    bytes_per_s = point["setting"]["link_mbit"] * 125_000
+    ordered = sorted(point["passes"], key=lambda each: each["counts"]["admission_s"])
+    ours, local = ([each for each in ordered if each["variant"] == name] for name in (variant, variants.LOCAL))
+    return [
+        sum(mine["waits_s"])
+        / least_wait_s(
+            ideal["waits_s"],
+            list(zip(mine["requests"]["arrival_s"], mine["fetches"], strict=True)),
+            bytes_per_s,
+        )
+        for mine, ideal in zip(ours, local, strict=False)
+    ]
+
+
 def summary(result: Mapping[str, Any]) -> Iterator[str]:
     """Say what ranks: the paired means, and the counts of each pass."""
     for point in result["points"]:
-        for variant, beside in PAIRED:
-            if ratios := pairs(point["passes"], variant, beside):
+        live = any("returning_s" in each["counts"] for each in point["passes"])
+        for (variant, beside), back in product(PAIRED, (False, True) if live else (False,)):
+            if ratios := pairs(point["passes"], variant, beside, returning=back):
                 yield (
-                    f"at {point['at']:g} of capacity: mean of {variant} / {beside} in {len(ratios)} pairs of like "
-                    f"speed: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+                    f"at {point['at']:g} of capacity: mean{' of returning requests' if back else ''} of {variant} / "
+                    f"{beside} in {len(ratios)} pairs of like speed: median {statistics.median(ratios):.2f}, "
+                    f"{min(ratios):.2f} to {max(ratios):.2f}"
                 )
         for name in dict.fromkeys(each["variant"] for each in point["passes"]):
+            if variants.ours(name) and (ratios := over_least(point, name)):
+                yield (
+                    f"at {point['at']:g} of capacity: requests waiting x s of {name} / max(W, F): "
+                    f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+                )
             counts = [
                 {**each["counts"], "vain_bytes": (each["daemon"] or {}).get("unused_bytes", 0)}
                 for each in point["passes"]

@@ -39,13 +39,14 @@ class Call:
 class Slice:
     """Requests in order of arrival, the first at 0 s, and the prompts' parts that an endless cache would have.
 
-    `chunk`: tokens of a hash.  `known`: the leading hashes of each request that the trace had before it.  `dropped`:
-    requests left out since they are too long.
+    `chunk`: tokens of a hash.  `known`: the leading hashes of each request that the trace had before it.  `before`:
+    those that it had before the slice began.  `dropped`: requests left out since they are too long.
     """
 
     chunk: int
     calls: list[Call]
     known: list[tuple[int, ...]]
+    before: list[tuple[int, ...]]
     dropped: int
 
     @property
@@ -57,15 +58,15 @@ class Slice:
         """The share of all prompts' tokens that an endless cache would have."""
         return sum(map(len, self.known)) * self.chunk / sum(call.input_tokens for call in self.calls)
 
-    def stored(self) -> list[tuple[int, ...]]:
-        """The prefixes that the store must hold; none is the start of another."""
-        every = sorted(set(filter(None, self.known)))
+    def stored(self, *, before: bool = False) -> list[tuple[int, ...]]:
+        """The prefixes that the store must hold, or those of `before`; none is the start of another."""
+        every = sorted(set(filter(None, self.before if before else self.known)))
         return [each for each, after in zip(every, [*every[1:], ()], strict=True) if after[: len(each)] != each]
 
-    def stored_blocks(self, block_tokens: int) -> int:
+    def stored_blocks(self, block_tokens: int, *, before: bool = False) -> int:
         """Count the different blocks of `block_tokens` in these prefixes."""
         blocks = set()
-        for prefix in self.stored():
+        for prefix in self.stored(before=before):
             for number in range(1, len(prefix) * self.chunk // block_tokens + 1):
                 blocks.add((number, prefix[: -(-number * block_tokens // self.chunk)]))
         return len(blocks)
@@ -127,7 +128,8 @@ def scaled(calls: Iterable[Call], *, k: int, tokens_per_hash: int, start_s: floa
     if tokens_per_hash % k:
         raise ValueError(f"k must divide the {tokens_per_hash} tokens of a hash: k={k}")
     chunk, seen, dropped = tokens_per_hash // k, set[int](), 0
-    taken, known = list[Call](), list[tuple[int, ...]]()
+    taken, known, before = list[Call](), list[tuple[int, ...]](), list[tuple[int, ...]]()
+    earlier: frozenset[int] | None = None
     for call in calls:
         if len(taken) == count:
             break
@@ -137,15 +139,16 @@ def scaled(calls: Iterable[Call], *, k: int, tokens_per_hash: int, start_s: floa
             if tokens + output > longest:
                 dropped += 1
                 continue
-            prefix = next((at for at, each in enumerate(full) if each not in seen), len(full))
-            known.append(full[:prefix])
+            earlier = frozenset(seen) if earlier is None else earlier
+            for found, had in ((known, seen), (before, earlier)):
+                found.append(full[: next((at for at, each in enumerate(full) if each not in had), len(full))])
             taken.append(Call(call.at_s, min(tokens, len(call.hashes) * chunk), output, call.hashes))
         seen.update(full)
     if not taken:
         raise ValueError(f"no request from {start_s:g} s on is as short as {longest} tokens with k={k}")
     first = taken[0].at_s
     calls = [Call(each.at_s - first, each.input_tokens, each.output_tokens, each.hashes) for each in taken]
-    return Slice(chunk, calls, known, dropped)
+    return Slice(chunk, calls, known, before, dropped)
 
 
 def write_timed(calls: Iterable[Call], path: Path) -> Path:

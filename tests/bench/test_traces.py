@@ -37,6 +37,7 @@ def test_all_tokens_shrink_alike_and_whole_parts_seen_before_are_known() -> None
     assert made.known == [(1, 2), (1, 2, 3), (), (1,)], (
         "what the call before the slice had counts, its last part does not"
     )
+    assert made.before == [(1, 2), (1, 2), (), (1,)]
     assert made.hit_share == 6 * 16 / 178
 
 
@@ -44,7 +45,7 @@ def test_each_block_that_is_known_is_stored_once() -> None:
     made = some()
     assert made.stored() == [(1, 2, 3)]
     assert [made.stored_blocks(tokens) for tokens in (16, 32, 48, 64)] == [3, 1, 1, 0]
-    assert Slice(16, [], [(1, 2), (1, 3)], 0).stored_blocks(16) == 3, "the first is in both"
+    assert Slice(16, [], [(1, 2), (1, 3)], [], 0).stored_blocks(16) == 3, "the first is in both"
 
 
 def test_requests_that_are_too_long_are_left_out_and_counted() -> None:

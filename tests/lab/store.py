@@ -126,12 +126,26 @@ class Store(Programs):
         """End the master; the storage nodes stay."""
         process.reap(self._processes[0])
 
-    def start_master(self) -> None:
-        """Start an empty master at the same address; return when the first storage node has joined it."""
+    def start_master(self, *, joined: bool = True) -> None:
+        """Start an empty master at the same address; return when the first storage node has joined it, if any runs."""
         assert self._scratch is not None
         self._processes[0] = self._spawn_master(self._scratch)
+        if not joined:
+            return
         log = self._scratch / "node0.log"
         self._wait(self._processes[1], "a storage node", log, lambda: bool(self._page("get_all_segments").split()))
+
+    def kill_nodes(self) -> None:
+        """End the storage nodes; the master knows of that after its time for them."""
+        while len(self._processes) > 1:
+            process.reap(self._processes.pop())
+        self.segments = []
+
+    def start_node(self) -> None:
+        """Start one storage node more."""
+        assert self._scratch is not None
+        [port] = process.free_ports(1)
+        self._start_node(port, [], self._scratch / f"node{len(self._processes) - 1}.log")
 
     def _start_node(self, port: int, offload: list[str], log: Path) -> None:
         node = [
@@ -181,9 +195,14 @@ class Store(Programs):
         return 0.0
 
     @property
+    def names(self) -> set[str]:
+        """The keys of all values that the store holds."""
+        return set(self._page("get_all_keys").split())
+
+    @property
     def keys(self) -> int:
         """Number of values that the store holds."""
-        return len(self._page("get_all_keys").split())
+        return len(self.names)
 
     def wait_keys(self, count: int, timeout_s: float = 30.0) -> int:
         """Wait until the store holds ``count`` values (saving goes on after a pass); returns how many it holds."""

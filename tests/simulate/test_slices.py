@@ -24,7 +24,7 @@ from benchmarks.simulate.slices import (
 
 LONG = tuple(range(1, 10 * BLOCK + 1))
 CALLS = [Call(0.0, 3 * BLOCK + 5, 4, LONG[: 3 * BLOCK + 5]), Call(1.0, 6 * BLOCK, 4, LONG[: 6 * BLOCK])]
-SLICE = Slice(1, CALLS, [LONG[:BLOCK], LONG[: 3 * BLOCK + 5]], 0)
+SLICE = Slice(1, CALLS, [LONG[:BLOCK], LONG[: 3 * BLOCK + 5]], [], 0)
 
 
 def test_the_store_has_from_the_start_what_any_request_of_the_slice_finds() -> None:
