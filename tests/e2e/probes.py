@@ -147,6 +147,33 @@ def longest_wait_s(_engine: Any) -> float:
     return _LONGEST[0]
 
 
+_STEPS: list[float] = []
+
+
+def watch_steps(engine: Any) -> None:
+    """From now on, measure the engine's steps; start anew at each call."""
+    _STEPS.clear()
+    core = engine.engine_core.engine_core
+    step = core.step_fn
+    if getattr(step, "watched", False):
+        return
+
+    def watching() -> Any:
+        began = time.monotonic()
+        try:
+            return step()
+        finally:
+            _STEPS.append(time.monotonic() - began)
+
+    watching.watched = True  # type: ignore[attr-defined]
+    core.step_fn = watching
+
+
+def longest_step_s(_engine: Any) -> float:
+    """Return the longest step since watch_steps()."""
+    return max(_STEPS, default=0.0)
+
+
 BEGIN, END = "/kvprefetch-trace-begin", "/kvprefetch-trace-end"
 
 
@@ -230,3 +257,21 @@ def sources(_engine: Any) -> dict[str, int]:
     found = dict(_SOURCES)
     _SOURCES.clear()
     return found
+
+
+def stall_a_step(engine: Any, seconds: float) -> None:
+    """Let the next step take so much longer."""
+    scheduler = _scheduler(engine)
+    schedule = scheduler.schedule
+
+    def stalling(*args: Any, **options: Any) -> Any:
+        scheduler.schedule = schedule
+        time.sleep(seconds)
+        return schedule(*args, **options)
+
+    scheduler.schedule = stalling
+
+
+def leak_a_flag(engine: Any) -> None:
+    """Take a flag that no request has."""
+    _side(engine).scheduler_side.link.session.allocator.take(1, 1)

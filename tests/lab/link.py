@@ -116,6 +116,10 @@ class LimitedLink:
         _run("tc", "qdisc", "replace", "dev", self.namespace, "root", "tbf", *shape)
         _run(*self.in_namespace(["tc", "qdisc", "replace", "dev", "far0", "root", "tbf", *shape]))
 
+    def cut(self, *, down: bool = True) -> None:
+        """Let no packet through, and let neither side know; `down` False: let them through again."""
+        _run(*self.in_namespace(["ip", "link", "set", "far0", "down" if down else "up"]))
+
     @property
     def received_bytes(self) -> int:
         """What came from the far side so far, headers included."""
