@@ -17,7 +17,7 @@ from ..store.errors import ErrorClass
 from ..telemetry.trace import Missing, Work
 from ..work.rates import Rates
 
-ENTRIES = 1 << 21  # 8 MiB, touched as they are used
+ENTRIES = 1 << 19  # 2 MiB
 NAMESPACES = 16  # the last used
 _OF_A_NODE = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
