@@ -21,8 +21,9 @@ from tests.support.engine_side import Key
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.waiting import eventually
 
-WARM_UP, RESET_EVERY, ATTACH_EVERY, TOGETHER = 0.2, 4_000, 10_000, 16
+RESET_EVERY, ATTACH_EVERY, TOGETHER = 4_000, 10_000, 16
 PROMPTS, LENGTH = 40, 4
+SLACK = 8
 
 
 class Soaked:
@@ -40,9 +41,14 @@ class Soaked:
 
     def _save(self) -> None:
         self._prompts = [blocks(f"{self._name} {number}", LENGTH) for number in range(PROMPTS)]
-        for number, prompt in enumerate(self._prompts):
+        eventually(self._saved, 60, "the saves", pause_s=0.05)
+
+    def _saved(self) -> bool:
+        """Save what is not there: a full store refuses while leases protect all that it has."""
+        absent = [prompt for prompt in self._prompts if self._engine.load(list(prompt)) is None]
+        for number, prompt in enumerate(absent):
             self._engine.save(prompt, reset_generation=self._generation, save_id=number + 1)
-        eventually(lambda: self._engine.load(list(self._prompts[-1])), what="the save")
+        return not absent
 
     def again(self) -> None:
         self._engine.close()
@@ -89,30 +95,36 @@ def held(pid: int) -> tuple[int, int, int]:
     return int(status["RssAnon"].split()[0]), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
 
 
-@pytest.mark.parametrize("requests", [4_000, pytest.param(100_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    ("requests", "resets", "memory"),
+    [(4_000, 2, "64MiB"), pytest.param(100_000, 40, "16MiB", marks=pytest.mark.stress)],
+)
 @pytest.mark.timeout(1800)
-def test_memory_and_descriptors_stay(serve: Callable[..., Daemon], auditor: Auditor, requests: int) -> None:
-    daemon = serve(extra=("--sessions", "on"))
+def test_memory_and_descriptors_stay(
+    serve: Callable[..., Daemon], auditor: Auditor, requests: int, resets: int, memory: str
+) -> None:
+    daemon = serve(memory=memory, extra=("--sessions", "on"))
     engines = [Soaked(daemon, f"soak{number}", seed=number) for number in range(2)]
-    after: tuple[int, int, int] | None = None
-    resets = attachments = served = 0
+    for engine in resets * engines:  # until the store is full, and as many weights are known as may be
+        engine.serve()
+        engine.reset()
+    auditor.assert_idle(daemon.pid, daemon.socket)
+    after = held(daemon.pid)
+    done = attachments = served = 0
     while served < requests:
         for engine in engines:
             engine.serve()
         served = sum(engine.served for engine in engines)
-        if served // RESET_EVERY > resets:
-            resets += 1
-            engines[resets % 2].reset()
+        if served // RESET_EVERY > done:
+            done += 1
+            engines[done % 2].reset()
         if served // ATTACH_EVERY > attachments:
             attachments += 1
             engines[attachments % 2].again()
-        if after is None and served > WARM_UP * requests:
-            auditor.assert_idle(daemon.pid, daemon.socket)
-            after = held(daemon.pid)
     auditor.assert_idle(daemon.pid, daemon.socket)
-    assert after is not None
-    memory, descriptors, threads = held(daemon.pid)
-    print(f"{served} requests: {after} then, {(memory, descriptors, threads)} at the end")
-    assert memory < 1.1 * after[0] + (16 << 10)
-    assert (descriptors, threads) == after[1:]
+    kib, descriptors, threads = held(daemon.pid)
+    print(f"{served} requests: {after} then, {(kib, descriptors, threads)} at the end")
+    assert kib < 1.05 * after[0] + (8 << 10)
+    assert descriptors <= after[1] + SLACK, "threads of a pool start when they are needed first, with a file each"
+    assert threads <= after[2] + SLACK
     assert sum(engine.hits for engine in engines) > 0.3 * served
