@@ -76,7 +76,7 @@ POINTS = (
     Point("end read", "daemon.engine.epoch:Epoch._done", before=True),
     Point("saves ordered", "connector.saves:Saves._order"),
     Point("save copied", "connector.worker:WorkerSide.save", given=_saves),
-    Point("save told", "connector.saves:Saves.flush"),
+    Point("save reported", "connector.saves:Saves.flush"),
     Point("put begun", "daemon.store.client:Store.put_from", before=True),
     Point("put ended", "daemon.engine.epoch_calls:EpochCalls._stored", before=True),
 )
