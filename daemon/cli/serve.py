@@ -23,9 +23,9 @@ from .help_page import Group, HelpPage
 
 SERVE = HelpPage(
     "serve engines on a Unix socket",
-    details="Runs until SIGTERM or SIGINT; then it lets calls to the store end and waits until the disk has "
-    "everything. SIGHUP reads the configuration again and applies what may change while it runs. The log goes to "
-    "standard output: JSON lines, readable ones on a terminal.\n\n"
+    details="Runs until SIGTERM or SIGINT, or with --exit-idle-s until its last engine has ended; then it lets calls "
+    "to the store end and waits until the disk has everything. SIGHUP reads the configuration again and applies what "
+    "may change while it runs. The log goes to standard output: JSON lines, readable ones on a terminal.\n\n"
     "Without --mooncake-config it starts a private Mooncake store on this machine. Sizes take a unit (512MiB, 4GB). An "
     "option wins over the environment, the environment over the file; check-config shows the outcome. It needs at "
     "least two cores.",
@@ -36,7 +36,7 @@ SERVE = HelpPage(
         ("kvprefetchd serve --config kvprefetchd.toml > kvprefetchd.log", "as a service does it, with a log for tail"),
     ),
     exits={
-        0: "a signal stopped it",
+        0: "a signal stopped it, or it was without an engine for exit_idle_s",
         69: "the store cannot be opened, or another process has the socket, a port or the disk's folder now",
     },
     files=CONFIGURATION_FILE

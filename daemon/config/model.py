@@ -153,6 +153,12 @@ class DaemonConfig(BaseModel):
         le=3_600_000,
         description="how long the store keeps what was looked up, as its master is set",
     )
+    exit_idle_s: Number = Field(
+        default=0,
+        ge=0,
+        le=86_400,
+        description="seconds without an engine after which the daemon ends; the first has at least a minute; 0: never",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )

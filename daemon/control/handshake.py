@@ -104,6 +104,10 @@ class Handshake:
         if not group.peers and not group.placed:  # a placed one keeps its place until its memory is given back
             self._groups.pop(group.key, None)
 
+    def has_engines(self) -> bool:
+        """Whether a process of an engine is there, attached or not yet."""
+        return bool(self._groups)
+
     def end(self, epoch: Epoch, ending: Ending) -> None:
         """End an epoch from our side: the processes see the end of file and come back."""
         for group in list(self._groups.values()):

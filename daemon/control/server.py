@@ -65,6 +65,10 @@ class Control:
         """Attach the engines whose memory is there by now."""
         self._handshake.carry_on()
 
+    def has_engines(self) -> bool:
+        """Whether a process of an engine is there."""
+        return self._handshake.has_engines()
+
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()

@@ -32,9 +32,27 @@ from .notify import Notifier
 from .reload import reloaded
 from .signals import Signals
 
+FIRST_NS = 60_000_000_000  # for the first engine, whose start takes longer than a return
+
+
+class Idle:
+    """Says when no engine was there for `exit_idle_s`; never where that is 0."""
+
+    def __init__(self, exit_idle_s: int, now_ns: int) -> None:
+        self._bound_ns = exit_idle_s * 1_000_000_000
+        self._until_ns = now_ns + max(self._bound_ns, FIRST_NS)
+
+    def over(self, now_ns: int, *, engines: bool) -> bool:
+        if engines:
+            self._until_ns = now_ns + self._bound_ns
+        return self._bound_ns > 0 and now_ns >= self._until_ns
+
 
 class Daemon:
-    """One prefetch daemon. `run` returns after SIGTERM or SIGINT; SIGHUP makes it `reread` its configuration."""
+    """One prefetch daemon. `run` returns after SIGTERM, SIGINT or `exit_idle_s` without an engine.
+
+    SIGHUP makes it `reread` its configuration.
+    """
 
     def __init__(self, config: DaemonConfig, log: Log, reread: Callable[[], DaemonConfig], metrics: Metrics) -> None:
         self._config, self._log, self._reread, self._metrics = config, log, reread, metrics
@@ -98,13 +116,16 @@ class Daemon:
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())
-        ticked_ns = 0
+        ticked_ns, idle = 0, Idle(config.exit_idle_s, time.monotonic_ns())
         while not self._signals.stop and not self._backend.master_died:
             now_ns = time.monotonic_ns()
             tick_ns = loop.tick_ns(now_ns)
             if now_ns - ticked_ns >= tick_ns:
                 ticked_ns = now_ns
                 housekeeping.tick(now_ns)
+            if idle.over(now_ns, engines=control.has_engines()):
+                self._log.info("daemon.idle", idle_s=config.exit_idle_s)
+                self._signals.note(signal.SIGTERM)
             if self._signals.reload:
                 self._signals.reload = False
                 self._notifier.reloading()

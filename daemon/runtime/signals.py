@@ -20,9 +20,11 @@ class Signals:
     def install(self, epoll: select.epoll) -> None:
         """Handle signals from now on, and let them wake `epoll`. Call it on the main thread."""
         self.fd, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in handled:
             signal.signal(number, self.note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # deliver one that came during the start
+        # Deliver a SIGHUP that came during the start; the process that started this one may have blocked the others.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         epoll.register(self.fd, select.EPOLLIN)
 
