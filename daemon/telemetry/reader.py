@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 MAX_LINE_BYTES = 1 << 20
-_PRIORITY = re.compile(rb"<[0-7]>")
 
 Record = dict[str, Any]
 
 
 def parse(line: bytes) -> Record | None:
-    """Return the record of one line, with or without a journal priority before it; None for a foreign line."""
-    line = line.strip()
-    if (match := _PRIORITY.match(line)) is not None:
-        line = line[match.end() :]
-    if not line.startswith(b"{"):
-        return None
+    """Return the record of one line, also behind a journal's priority or an engine's; None for a foreign line."""
     try:
-        record = json.loads(line)
+        record = json.loads(line[max(0, line.find(b"{")) :])
     except (ValueError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("event"), str) and isinstance(record.get("ts"), str):

@@ -104,8 +104,9 @@ def test_a_line_of_strange_values_is_shown_and_harms_nothing(tmp_path: Path) -> 
     assert len(tail(str(path), "--slow", "100", "--json").stdout.splitlines()) == 1
 
 
-def test_standard_input_and_lines_with_a_journal_priority_are_read() -> None:
-    line = b"<4>" + json.dumps(LOG[3]).encode() + b"\n\xff\xfe\n"
+@pytest.mark.parametrize("before", ["<4>", "(EngineCore pid=7) WARNING 11-26 03:38:52 [starter.py:99] kvprefetchd: "])
+def test_standard_input_and_lines_behind_a_journal_s_priority_or_in_an_engine_s_log_are_read(before: str) -> None:
+    line = before.encode() + json.dumps(LOG[3]).encode() + b"\n\xff\xfe\n"
     assert "record.bad" in tail(given=line).stdout
     assert "record.bad" in tail("-", "--level", "warning", given=line).stdout
 
