@@ -19,6 +19,15 @@ def _check_user(value: object) -> object:
     return value
 
 
+def _daemon_options(value: object) -> object:
+    """Return the options that true and false stand for: none of its own, and no daemon."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if value is not None and (not isinstance(value, dict) or "socket" in value):
+        raise ValueError('should be true or the daemon\'s options, without socket: {"disk": "/var/lib/kv:100GiB"}')
+    return value
+
+
 class ConnectorConfig(BaseModel):
     """The connector's configuration. Unknown keys and values of another type are errors."""
 
@@ -29,6 +38,9 @@ class ConnectorConfig(BaseModel):
     )
     daemon_user: Annotated[str | int, BeforeValidator(_check_user)] = Field(
         default="kvprefetch", description="name or number of the daemon's user, beside root and the engine's own"
+    )
+    start_daemon: Annotated[dict[str, Any] | None, BeforeValidator(_daemon_options)] = Field(
+        default=None, description="true, or the daemon's options: start a daemon where none listens"
     )
     mode: Literal["on", "shadow", "off"] = Field(
         default="on", description="shadow: hint and look, never load or save; off: do nothing"

@@ -34,6 +34,7 @@ from .paged import PagedCache
 from .prefix_cache import PrefixCache
 from .scheduler import SchedulerSide
 from .session import SchedulerSession, WorkerSession
+from .starter import Starter
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
 from .worker import WorkerSide
 
@@ -86,11 +87,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     "engine and no later start finds the KV that this one saves: set PYTHONHASHSEED",
                     hello.scheduler.hash_algorithm,
                 )
+            options, path = self._settings.start_daemon, self._settings.socket
             link = Link(
-                self._settings.socket,
+                path,
                 lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerSession.map,
                 daemon_user=self._settings.daemon_user,
+                start=None if options is None else Starter(options, path).start,
             )
             publish = geometry.publishes_events(vllm_config)
             side = self.scheduler_side = SchedulerSide(self._settings, self._geometry, link, publish=publish)
@@ -281,7 +284,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         hello = functools.cache(lambda: self._worker_hello(paged, "" if device is None else device.uuid))
         map_session = functools.partial(WorkerSession.map, device=device)
         user = self._settings.daemon_user
-        link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user)
+        wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
+        link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user, start=wait)
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
         self.link = link
         link.start()

@@ -25,6 +25,7 @@ from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of, user_id
 from ..shmring.wire.records import PROTOCOL, ProtocolError
 from . import compat, config
+from .starter import Starter
 
 NAME = "KVPrefetchConnector"
 DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'
@@ -77,6 +78,8 @@ def configuration(arguments: argparse.Namespace) -> Iterator[Finding]:
         what = f"a failed load fails its request: kv_load_failure_policy={shown(policy)}"
         yield "note", what, 'set it to "recompute"'
     settings = config.load(ours.get("kv_connector_extra_config", {}))
+    if settings.start_daemon is not None:
+        Starter(settings.start_daemon, settings.socket)  # it checks the options
     yield "ok", f"mode {settings.mode}, socket {settings.socket}", ""
 
 
@@ -137,6 +140,9 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
             return
         except (OSError, ProtocolError) as error:
             what = f"no daemon answers: {where}: {getattr(error, 'strerror', None) or error}"
+            if settings.start_daemon is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                yield "ok", f"{what}: the engine starts one", ""
+                return
             yield "bad", what, "start it (kvprefetchd serve), or give both sides the same socket"
             return
     answer = received[0] if received is not None else None

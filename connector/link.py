@@ -47,6 +47,7 @@ class Link(Generic[S]):
     a load may name an ended epoch until steps or the scheduler's next hello show otherwise.  Without it, as in a
     scheduler, the log says once why there was no session for PATIENCE_S; workers wait for the scheduler in silence.
     The link's thread unmaps the memory of sessions that nobody uses any more.
+    Where no daemon listens, the thread calls `start` and tries again.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
     `session` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this session;
     `stored` collects the daemon's messages about saves.
@@ -60,12 +61,13 @@ class Link(Generic[S]):
         *,
         keep_ended: bool = False,
         daemon_user: str | int = 0,
+        start: Callable[[], object] | None = None,
     ) -> None:
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self.hello, self._path, self._map, self._keep_ended = hello, path, map_session, keep_ended
-        self._alone_since, self._daemon_user = time.monotonic(), daemon_user
+        self._alone_since, self._daemon_user, self._start = time.monotonic(), daemon_user, start
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._logged: set[str] = set()
@@ -157,6 +159,9 @@ class Link(Generic[S]):
             try:
                 sock.connect(self._path)
             except OSError as error:
+                if self._start is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                    self._start()
+                    return RETRY_S
                 text = "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again"
                 self._log_once("absent", logging.WARNING, text, self._path, error.strerror or error)
                 return RETRY_S

@@ -77,18 +77,20 @@ def test_make_targets_exist(target: str) -> None:
 
 @pytest.mark.vllm
 def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> None:
-    """The README's `vllm serve` line selects the connector by the name that it registers."""
+    """README's `vllm serve` lines select the connector by the name that it registers, with keys that it knows."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvprefetch.connector import register
+    from kvprefetch.connector.config import load
 
-    command = re.search(r"^vllm serve .*$", README, re.MULTILINE)
-    assert command is not None
-    words = shlex.split(command[0])
-    config = KVTransferConfig(**json.loads(words[words.index("--kv-transfer-config") + 1]))
     register()
-    assert KVConnectorFactory.get_connector_class(config).__name__ == "KVPrefetchConnector"
+    commands = re.findall(r"^vllm serve .*$", README, re.MULTILINE)
+    assert "start_daemon" in commands[0]
+    for words in map(shlex.split, commands):
+        config = KVTransferConfig(**json.loads(words[words.index("--kv-transfer-config") + 1]))
+        assert KVConnectorFactory.get_connector_class(config).__name__ == "KVPrefetchConnector"
+        load(config.kv_connector_extra_config)
 
 
 def test_the_first_table_has_the_published_figures() -> None:

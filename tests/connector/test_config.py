@@ -16,6 +16,8 @@ def test_defaults() -> None:
     assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.weights_file) == (32 << 20, 5000, None)
     assert (config.wait_policy, config.spin_us, config.idle_wait_us) == ("adaptive", 250, 2000)
     assert (config.save_decode_cache, config.cache_prefix) == (False, "")
+    given: tuple[Any, ...] = (None, False, True, {}, {"disk": "/x"})
+    assert [load({"start_daemon": each}).start_daemon for each in given] == [None, None, {}, {}, {"disk": "/x"}]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, daemon_user, mode, "]),
+        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, daemon_user, start_daemon, "]),
         ({"wait_polcy": "wait"}, ["unknown key 'wait_polcy'", "; did you mean wait_policy?"]),
         ({7: "x"}, ["unknown key 7"]),
         ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
@@ -52,6 +54,8 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
         ({"daemon_user": True}, ["daemon_user", "a user's name, or its number"]),
         ({"daemon_user": ""}, ["daemon_user", "a user's name, or its number"]),
         ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
+        ({"start_daemon": "/x"}, ["start_daemon: should be true or the daemon's options", "start_daemon='/x'"]),
+        ({"start_daemon": {"socket": "/x"}}, ["without socket", "start_daemon={'socket': '/x'}"]),
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[Any, object], names: list[str]) -> None:

@@ -57,6 +57,33 @@ def test_an_absent_daemon_is_said_once_and_found_later(
     assert not link.running
 
 
+def test_a_daemon_is_started_where_none_listens_and_only_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quick_link: None
+) -> None:
+    """Neither beside a daemon that answers, nor where this user may not look."""
+    path, starts = tmp_path / "d.sock", list[bool]()
+    link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map, start=lambda: starts.append(path.exists()))
+    link.start()
+    eventually(lambda: False in starts, what="a start without a socket")
+    server = Server(path)
+    server.accept()
+    starts.clear()
+    time.sleep(0.05)
+    assert starts == []
+    server.close()
+    eventually(lambda: True in starts, what="a start beside a dead socket")
+    link.close()
+    assert "no daemon" not in caplog.text
+    link = Link(
+        f"{__file__}/d.sock", lambda: hello("scheduler"), SchedulerSession.map, start=lambda: starts.append(True)
+    )
+    starts.clear()
+    link.start()
+    eventually(lambda: "no daemon" in caplog.text)
+    link.close()
+    assert starts == []
+
+
 def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:
     """The end of file is published within the shared words, the memory stays usable, and a new epoch follows."""
     sock = server.attached()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import BLOCK, At, abort_every_other, hits, served, wait_attached
+from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine
+from tests.lab.engine import Engine, EngineSpec
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
+from tests.support.auditor import SOCKETS, Auditor, ask_daemon
 from tests.support.waiting import eventually
 
 PROMPTS = make_prompts(8, 300, seed=31)
@@ -106,6 +113,44 @@ def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, right: list[lis
         doomed.stop()
         survivor.stop()
         assert daemon.sigterm(30) == 0
+
+
+def test_engines_start_their_daemon_and_it_ends_with_the_last_one(
+    model: Path, engines: Callable[..., Engine], right: list[list[int]]
+) -> None:
+    """The second finds the first one's, and its KV there; a crash of either leaves the other serving, and no trace."""
+    with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
+        socket = Path(folder) / "d.sock"
+        SOCKETS.add(socket)
+        options = {"memory": "64MiB", "staging": "16MiB", "call_timeout_ms": 60_000, "exit_idle_s": 2}
+        spec = EngineSpec(model=model, kv_transfer=ours(socket, start_daemon=options))
+
+        def answering() -> int:
+            with contextlib.suppress(OSError):
+                return ask_daemon(socket).pid
+            return 0
+
+        auditor, first = Auditor(), engines(spec, attached=False)
+        wait_attached(first, 60)
+        first.run(PROMPTS)
+        assert "no daemon at" in (said := first.log.read_text())
+        assert "looks again" not in said, "nothing is wrong at such a start"
+        daemon = answering()
+        auditor.assert_idle(daemon, socket, 60)
+        second = engines(spec)
+        assert answering() == daemon
+        first.kill()
+        eventually(lambda: len(ask_daemon(socket).engines) == 1, 20, "the end of the first")
+        served(second.run(PROMPTS), right, HITS)
+        os.kill(daemon, signal.SIGKILL)
+        assert second.reset_prefix_cache()
+        served(second.run(PROMPTS), right)
+        eventually(lambda: answering() not in (0, daemon), 60, "another daemon")
+        wait_attached(second, 60)
+        first.stop()
+        second.stop()
+        auditor.assert_nothing_left(timeout_s=30)
+        assert os.listdir(folder) == []
 
 
 @pytest.mark.shows("daemon that stops, hangs and comes back")

@@ -48,6 +48,10 @@ def transfer(**changes: Any) -> str:
         (transfer(kv_load_failure_policy="fail"), "note a failed load fails its request"),
         (transfer(kv_connector_extra_config={"sockett": "/x"}), "bad kv_connector_extra_config: unknown key 'sockett'"),
         (
+            transfer(kv_connector_extra_config={"start_daemon": {"memory": "lots"}}),
+            "bad kv_connector_extra_config: start_daemon: memory: should be a size",
+        ),
+        (
             json.dumps(
                 {
                     "kv_connector": "MultiConnector",
@@ -139,6 +143,10 @@ def test_the_socket_is_that_of_the_environment_and_no_daemon_there_is_bad(tmp_pa
     assert ["ok", "configuration", f"mode on, socket {path}", ""] in said
     ((level, what),) = [(level, what) for level, name, what, _ in said if name == "daemon"]
     assert (level, what.startswith(f"no daemon answers: socket='{path}'")) == ("bad", True)
+    given = transfer(kv_connector_extra_config={"socket": path, "start_daemon": True})
+    (line,) = findings("--kv-transfer-config", given)["daemon"]
+    assert line.startswith(f"ok no daemon answers: socket='{path}'")
+    assert line.endswith(": the engine starts one ")
 
 
 def test_a_daemon_of_another_protocol_is_bad(tmp_path: Path) -> None:

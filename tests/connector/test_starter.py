@@ -1,0 +1,133 @@
+"""Starting a daemon: its options and surroundings, its lines in the engine's log, its last words, the next start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprefetch.connector import starter
+from kvprefetch.connector.starter import Starter
+from tests.support.waiting import eventually
+
+Play = Callable[[str], Path]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Puts a program in the daemon's place, which notes each start in a file; returns that file."""
+
+    def put(body: str) -> Path:
+        starts, script = tmp_path / "starts", tmp_path / "played.py"
+        script.write_text(
+            "import json, os, sys\n"
+            "if sys.argv[1] == 'check-config': sys.exit(0)\n"
+            "seen = [sys.argv[1:], dict(os.environ), os.getpgid(0), os.getpid(), os.getppid()]\n"
+            f"open({str(starts)!r}, 'a').write(json.dumps(seen) + chr(10))\n{body}\n"
+        )
+        monkeypatch.setattr(starter, "COMMAND", (sys.executable, str(script)))
+        return starts
+
+    return put
+
+
+def starts_in(file: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_the_daemon_gets_the_options_and_is_no_part_of_the_engine(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Ctrl-C, nor the end of the engine's processes, nor the engine's GPUs or unit are the daemon's."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/notify")
+    monkeypatch.setenv("KVPREFETCHD_LOG_LEVEL", "debug")
+    file = play("")
+    Starter({"disk": "/x:1GiB", "save_share": 0.5, "allow_uids": [1, 2]}, "/s").start()
+    [(words, environ, group, pid, parent)] = eventually(lambda: starts_in(file))
+    assert words == ["serve", "--disk=/x:1GiB", "--save-share=0.5", "--allow-uids=1,2", "--socket=/s"]
+    assert {"CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET"} & environ.keys() == set()
+    assert (environ["KVPREFETCHD_EXIT_IDLE_S"], environ["KVPREFETCHD_LOG_LEVEL"]) == ("10", "debug")
+    assert group == pid
+    assert parent != os.getpid()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_an_engine_that_is_bound_to_one_core_does_not_bind_the_daemon(play: Play, tmp_path: Path) -> None:
+    cores = tmp_path / "cores"
+    play(f"open({str(cores)!r}, 'w').write(str(len(os.sched_getaffinity(0))))")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        Starter({}, "/s").start()
+    finally:
+        os.sched_setaffinity(0, before)
+    eventually(lambda: cores.exists() and cores.read_text())
+    assert int(cores.read_text()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dsk": "/x"}, "No such option '--dsk'"),
+        ({"memory": "lots"}, "memory: should be a size such as 512MiB, 4GB or 65536: memory='lots'"),
+        ({"exit_idle_s": -1}, "exit_idle_s: should be 0 to 86400: exit_idle_s='-1'"),
+        ({"disk": "relative"}, "disk: directory should be absolute"),
+        ({"help": True}, "help"),
+    ],
+)
+def test_options_that_the_daemon_refuses_are_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="kv_connector_extra_config: start_daemon: ") as caught:
+        Starter(options, "/s")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_its_lines_are_the_engines_and_its_last_words_are_an_error_once(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One daemon at a time, at most one start in AGAIN_S; Mooncake's lines, and the reason twice, are left out."""
+    monkeypatch.setattr(starter, "AGAIN_S", 0.4)
+    lines = [json.dumps({"ts": "", "level": "warning", "event": "disk.small"}), "Mooncake"]
+    lines += [json.dumps({"ts": "", "level": "error", "event": "daemon.failed"}), "kvprefetchd: socket: no"]
+    file = play(f"print({chr(10).join(lines)!r})")
+    made, began = Starter({}, "/s"), time.monotonic()
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.daemon"):
+        eventually(lambda: made.start() or len(starts_in(file)) >= 3)
+    assert time.monotonic() - began >= 0.8
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert {text for level, text in said if level == logging.WARNING} == {f"kvprefetchd: {lines[0]}"}
+    [error] = [text for level, text in said if level == logging.ERROR]
+    assert error.endswith("The last words: socket: no")
+    assert not any("Mooncake" in text or "daemon.failed" in text for _, text in said)
+
+
+def test_a_daemon_that_runs_is_not_started_again(play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(starter, "AGAIN_S", 0.0)
+    end = tmp_path / "end"
+    file = play(f"import time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)")
+    made = Starter({}, "/s")
+    for _ in range(20):
+        made.start()
+        time.sleep(0.01)
+    eventually(lambda: starts_in(file))
+    assert len(starts_in(file)) == 1
+    end.touch()
+    eventually(lambda: made.start() or len(starts_in(file)) > 1)
+
+
+def test_an_environment_without_the_daemons_packages_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = Starter({}, str(tmp_path / "s.sock"))
+    eventually(lambda: made.start() or "last words" in caplog.text, 30)
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "structlog is not installed here" in error
+    assert "pip install '.[daemon-cpu]'" in error
