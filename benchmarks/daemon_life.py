@@ -23,7 +23,7 @@ import structlog
 
 from benchmarks.daemon import SHAPES, STAGED_PROMPTS, Shape
 from benchmarks.instant_store import InstantClient
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
@@ -67,7 +67,9 @@ class Life:
         spec = EngineSpec(ranks=shape.ranks, block_bytes=shape.value_bytes, max_blocks=shape.blocks, saves=False)
         workers = [spec.worker(rank) for rank in range(shape.ranks)]
         engine = EngineInfo(spec.engine_id, spec.groups, spec.scheduler(), workers)
-        memory = EngineMemory.create(load({"staging": STAGED_PROMPTS * shape.prompt_bytes}), 1, engine)
+        memory = EngineMemory.create(
+            DaemonConfig.model_validate({"staging": STAGED_PROMPTS * shape.prompt_bytes}), 1, engine
+        )
         for address, length in memory.staging.areas():
             ctypes.memset(address, 1, length)
         log = structlog.get_logger()

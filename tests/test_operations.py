@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig, load
+from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, DaemonConfig
 from tests.lab.daemon import Daemon
 from tests.support.fake_engine import FakeEngine
 
@@ -80,7 +80,7 @@ def test_the_commands_for_an_attached_engine_run(tmp_path: Path) -> None:
 def test_the_configuration_shown_is_valid() -> None:
     """Each TOML block loads."""
     for block in re.findall(r"```toml\n(.*?)```", DOCS["OPERATIONS.md"], re.DOTALL):
-        load(tomllib.loads(block))
+        DaemonConfig.model_validate(tomllib.loads(block))
 
 
 def test_the_image_starts_what_serve_accepts(capsys: pytest.CaptureFixture[str]) -> None:

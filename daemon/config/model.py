@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ...shmring.wire.checks import first_error
 from ...shmring.wire.control_socket import check_socket_path, default_socket
 from .machine import usable_cores
 from .sizes import parse_size, size_text
@@ -188,11 +186,3 @@ SIZES = frozenset(
     for name, field in DaemonConfig.model_fields.items()
     if any(getattr(each, "func", None) is parse_size for each in field.metadata)
 )
-
-
-def load(values: Mapping[str, Any]) -> DaemonConfig:
-    """Validate configuration values. Raises ConfigError naming the first bad key, its value and the bound."""
-    try:
-        return DaemonConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(first_error(error, DaemonConfig)) from None

@@ -13,7 +13,7 @@ import pytest
 
 from kvprefetch.daemon.cli import bench
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.store.load import loaded
 from tests.daemon.stores import absent_cluster
 from tests.lab.daemon import Daemon
@@ -91,5 +91,5 @@ def test_what_does_not_answer_is_named(tmp_path: Path) -> None:
     """A cluster that is not there, and a folder that is not there, are a line each."""
     _, failed = measured("--mooncake-config", absent_cluster(tmp_path), "--socket", tmp_path / "none", status=1)
     assert len(failed) == 2
-    (missing,) = bench.disk(load({"disk": f"{tmp_path}/missing"}), parallel=1, seconds=0.0)
+    (missing,) = bench.disk(DaemonConfig.model_validate({"disk": f"{tmp_path}/missing"}), parallel=1, seconds=0.0)
     assert missing["failed"] == f"disk: No such file or directory: disk='{tmp_path}/missing'"

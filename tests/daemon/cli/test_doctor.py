@@ -21,7 +21,7 @@ from kvprefetch.daemon.cli import bench, doctor, findings
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import namespace, stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.config.sizes import size
 from kvprefetch.daemon.control.listener import check_place
 from kvprefetch.daemon.store import window
@@ -61,11 +61,11 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
 
 def test_doctor_knows_how_large_the_file_system_is(tmp_path: Path) -> None:
     more = shutil.disk_usage(tmp_path).free - (100 << 20)  # 256 MiB stay free
-    (finding,) = findings.disk(load({"disk": f"{tmp_path}:{more}"}))
+    (finding,) = findings.disk(DaemonConfig.model_validate({"disk": f"{tmp_path}:{more}"}))
     assert finding.level == "bad"
     assert f"up to {size(more)}, room for" in finding.what
     (tmp_path / "1.bucket").symlink_to("gone")  # listed, and not there any more when it is looked at
-    (finding,) = findings.disk(load({"disk": f"{tmp_path}:64MiB"}))
+    (finding,) = findings.disk(DaemonConfig.model_validate({"disk": f"{tmp_path}:64MiB"}))
     assert finding.level == "ok"
 
 
@@ -153,8 +153,8 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
 def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "DISTRIBUTIONS", ())
     monkeypatch.setattr(bench, "find_spec", lambda _: None)
-    (libraries,) = findings.libraries(load({}))
-    (store,) = findings.store(load({}))
+    (libraries,) = findings.libraries(DaemonConfig())
+    (store,) = findings.store(DaemonConfig())
     assert "pip install '.[daemon-cpu]'" in libraries.advice
     assert "Mooncake is not installed here: run this in the daemon's environment" in store.what
 

@@ -16,7 +16,7 @@ from kvprefetch.daemon.cli import findings, main
 from kvprefetch.daemon.cli.common import EX_UNAVAILABLE
 from kvprefetch.daemon.cli.findings import commit
 from kvprefetch.daemon.cli.help_page import Command
-from kvprefetch.daemon.config.model import DaemonConfig, load
+from kvprefetch.daemon.config.model import DaemonConfig
 from tests.support import documents
 from tests.support.command import run
 
@@ -93,7 +93,9 @@ def test_the_examples_are_commands(name: str, capsys: pytest.CaptureFixture[str]
         found = max((each for each in NAMES if words[1 : 1 + len(each.split())] == each.split()), key=len)
         context = commands()[found].make_context(found, words[1 + len(found.split()) :])
         if found in ("serve", "check-config", "config init", "doctor", "bench"):
-            load({key: value for key, value in context.params.items() if key in DaemonConfig.model_fields and value})
+            DaemonConfig.model_validate(
+                {key: value for key, value in context.params.items() if key in DaemonConfig.model_fields and value}
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)

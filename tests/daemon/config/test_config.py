@@ -12,7 +12,7 @@ import structlog
 from structlog.testing import LogCapture, capture_logs
 
 from kvprefetch.daemon.config.machine import available_bytes, quota_cores
-from kvprefetch.daemon.config.model import RELOADABLE, ConfigError, DaemonConfig, load
+from kvprefetch.daemon.config.model import RELOADABLE, ConfigError, DaemonConfig
 from kvprefetch.daemon.config.sizes import parse_size, size, size_text, whole_mib
 from kvprefetch.daemon.config.sources import PREFIX, Sources, resolve
 from kvprefetch.daemon.runtime.reload import reloaded
@@ -137,10 +137,10 @@ def test_check_config_refuses_what_serve_would(arguments: list[str], word: str) 
 
 def test_a_reload_applies_the_keys_that_may_change_and_names_the_others() -> None:
     """Sizes are logged as people write them."""
-    before = load({"memory": "1GiB"})
+    before = DaemonConfig.model_validate({"memory": "1GiB"})
     changes = {"staging": "8GiB", "memory": "16GiB", "max_engines": 2, "log_level": "debug", "disk": "/var/x"}
     with capture_logs() as lines:
-        after = reloaded(before, lambda: load(changes), structlog.get_logger())
+        after = reloaded(before, lambda: DaemonConfig.model_validate(changes), structlog.get_logger())
     threshold.set("info")
     assert (after.staging, after.max_engines, after.log_level) == (8 << 30, 2, "debug")
     assert (after.memory, after.disk) == (1 << 30, None)

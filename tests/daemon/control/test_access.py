@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kvprefetch.daemon.config.model import ConfigError, load
+from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.control import access
 from kvprefetch.daemon.control.listener import listen, take_away
 from kvprefetch.daemon.store.disk import DiskSpec
@@ -33,7 +33,7 @@ def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None
     def begin(path: Path) -> socket.socket | str:
         start.wait(10)
         try:
-            return listen(load({"socket": str(path)}))
+            return listen(DaemonConfig.model_validate({"socket": str(path)}))
         except ConfigError as error:
             return str(error)
 
@@ -53,7 +53,7 @@ def test_of_daemons_that_start_at_once_one_gets_the_path(tmp_path: Path) -> None
 def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
     """Before the loop has accepted one of them: eight engines with eight ranks each, and more."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(listen(load({"socket": str(tmp_path / "s")})))
+        server = stack.enter_context(listen(DaemonConfig.model_validate({"socket": str(tmp_path / "s")})))
         for _ in range(200):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             sock.settimeout(1)
@@ -62,10 +62,10 @@ def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
 
 def test_a_daemon_removes_its_own_socket_only(tmp_path: Path) -> None:
     path = tmp_path / "a folder" / "that is not there" / "s"
-    with listen(load({"socket": str(path)})):
+    with listen(DaemonConfig.model_validate({"socket": str(path)})):
         ours = path.stat()
     path.rename(tmp_path / "kept")  # so that its number is not given to the next
-    with listen(load({"socket": str(path)})):
+    with listen(DaemonConfig.model_validate({"socket": str(path)})):
         take_away(path, ours)
         assert path.is_socket()
         take_away(path, path.stat())
@@ -76,7 +76,7 @@ def test_a_lock_on_the_folder_delays_a_start_for_a_moment_only(tmp_path: Path) -
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        listen(load({"socket": str(tmp_path / "s")}), 0.05).close()
+        listen(DaemonConfig.model_validate({"socket": str(tmp_path / "s")}), 0.05).close()
     finally:
         os.close(folder)
 
@@ -89,13 +89,13 @@ def test_a_daemon_that_hangs_with_a_full_queue_still_serves_there(tmp_path: Path
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
             waits.connect(str(path))
             with pytest.raises(ConfigError, match="another daemon is serving"):
-                listen(load({"socket": str(path)}))
+                listen(DaemonConfig.model_validate({"socket": str(path)}))
 
 
 @pytest.mark.parametrize("group", ["4294967295", "9" * 5000, "²"])
 def test_a_group_that_cannot_be_is_one_line(tmp_path: Path, group: str) -> None:
     with pytest.raises(ConfigError, match=r"^socket_group: .{,200}$"):
-        listen(load({"socket": str(tmp_path / "s"), "socket_group": group}))
+        listen(DaemonConfig.model_validate({"socket": str(tmp_path / "s"), "socket_group": group}))
 
 
 def as_nobody(work: Callable[[], object], number: int = NOBODY) -> str:
@@ -137,7 +137,7 @@ def test_a_group_that_is_not_ones_own_leaves_no_socket_behind() -> None:
     with tempfile.TemporaryDirectory(prefix="kva-") as folder:
         os.chmod(folder, 0o777)
         path = Path(folder) / "s"
-        text = as_nobody(lambda: listen(load({"socket": str(path), "socket_group": "0"})))
+        text = as_nobody(lambda: listen(DaemonConfig.model_validate({"socket": str(path), "socket_group": "0"})))
         assert text.startswith("ConfigError: socket: cannot be bound: Operation not permitted: ")
         assert text.endswith("socket_group='0'; the daemon's user must be a member of that group")
         assert not path.exists()
@@ -166,11 +166,11 @@ def test_root_binds_in_no_folder_where_another_user_could_replace_the_socket(
     os.chown(tmp_path, uid, -1)
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match=rf"^socket: other users could replace it .* folder_uid={uid} folder_mode=0"):
-        listen(load({"socket": str(tmp_path / "s")}))
+        listen(DaemonConfig.model_validate({"socket": str(tmp_path / "s")}))
     assert list(tmp_path.iterdir()) == []
     os.chown(tmp_path, 0, -1)
     tmp_path.chmod(0o1777)  # as /tmp: others cannot replace root's files there
-    listen(load({"socket": str(tmp_path / "s")})).close()
+    listen(DaemonConfig.model_validate({"socket": str(tmp_path / "s")})).close()
 
 
 def test_a_link_in_the_socket_s_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +186,13 @@ def test_a_link_in_the_socket_s_place_is_not_followed(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(socket, "socket", Swapped)
     with pytest.raises(ConfigError, match=r"^socket: cannot be bound: another file is in its place: "):
-        listen(load({"socket": str(path), "socket_mode": "0666", "socket_group": str(os.getegid())}))
+        listen(
+            DaemonConfig.model_validate({"socket": str(path), "socket_mode": "0666", "socket_group": str(os.getegid())})
+        )
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="the path exists and is not a socket"):
-        listen(load({"socket": str(path)}))
+        listen(DaemonConfig.model_validate({"socket": str(path)}))
     assert secret.exists()
 
 
@@ -199,7 +201,7 @@ def test_mode_and_folder_are_as_configured_whatever_the_umask(tmp_path: Path) ->
     try:
         for name, mode in (("a", 0o660), ("b", 0o666), ("c", 0o600)):
             path = tmp_path / "run" / name
-            with listen(load({"socket": str(path), "socket_mode": f"{mode:04o}"})):
+            with listen(DaemonConfig.model_validate({"socket": str(path), "socket_mode": f"{mode:04o}"})):
                 assert stat.S_IMODE(path.stat().st_mode) == mode
     finally:
         os.umask(umask)

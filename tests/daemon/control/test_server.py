@@ -13,7 +13,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.control.group import INCOMPLETE_NS
 from kvprefetch.daemon.control.listener import listen
 from kvprefetch.daemon.control.refusals import Refusals
@@ -48,7 +48,7 @@ class Served:
     """A control socket at `path` without a daemon around it."""
 
     def __init__(self, path: Path) -> None:
-        config = load({"socket": str(path), "max_engines": 1})
+        config = DaemonConfig.model_validate({"socket": str(path), "max_engines": 1})
         log, epochs = structlog.get_logger(), RefusedEpochs()
         shared = SimpleNamespace(config=config, log=log, refusals=Refusals())
         self.path, self.epoll, self.epochs = path, select.epoll(), epochs

@@ -21,7 +21,7 @@ import pytest
 import structlog
 
 from kvprefetch.client.door import Door
-from kvprefetch.daemon.config.model import hints_socket, load
+from kvprefetch.daemon.config.model import DaemonConfig, hints_socket
 from kvprefetch.daemon.control.door import PAUSE_NS
 from kvprefetch.daemon.control.door import Door as Sockets
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Bad
@@ -353,7 +353,7 @@ def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load({"socket": str(tmp_path / "control.sock")})
+    config = DaemonConfig.model_validate({"socket": str(tmp_path / "control.sock")})
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         door = Sockets(config, epoll, structlog.get_logger())
         caller.connect(str(config.hints_socket))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import structlog
 
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
@@ -88,7 +88,7 @@ def make_epoch(
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
     engine = EngineInfo("e", groups, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
-    memory = EngineMemory.create(load({"staging": "64KiB"}), 7, engine)
+    memory = EngineMemory.create(DaemonConfig.model_validate({"staging": "64KiB"}), 7, engine)
     services = Services(
         store or cast(Any, Answering()),
         pools or cast(Any, Pools()),

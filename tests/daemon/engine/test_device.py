@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
 from kvprefetch.daemon.engine.reservations import Reservations, Reserved
 from kvprefetch.daemon.work.pools import Pools
@@ -238,7 +238,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
     store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, refused=())
     reservations = Reservations(pools, store)
-    reservations.want(7, load(options), EngineInfo("e", ONE_GROUP, spec.scheduler(), workers))
+    reservations.want(7, DaemonConfig.model_validate(options), EngineInfo("e", ONE_GROUP, spec.scheduler(), workers))
 
     def next_done() -> Reserved | None:
         pools.run_finished()

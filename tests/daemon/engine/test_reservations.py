@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine import reservations as module
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, layout_for
 from kvprefetch.daemon.engine.reservations import Reservations, Reserved, Withdrawn
@@ -24,7 +24,7 @@ from kvprefetch.shmring.segment import Segment
 from tests.support.engine_side import ONE_GROUP, EngineSpec
 from tests.support.waiting import eventually
 
-CONFIG = load({"staging": "16MiB", "hint_ring": "1MiB"})
+CONFIG = DaemonConfig.model_validate({"staging": "16MiB", "hint_ring": "1MiB"})
 SPEC = EngineSpec(max_blocks=8)
 ENGINE = EngineInfo("e", ONE_GROUP, SPEC.scheduler(), [SPEC.worker()])
 EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.cli import findings
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
 from tests.daemon.stores import blocks, stored
 from tests.lab import control
@@ -55,7 +55,7 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_logge
     assert line is not None
     assert line["error"] == f"nothing can be kept on disk: the folder is gone: disk='{folder}': restart the daemon"
     eventually(lambda: ask_daemon(daemon.socket).disk_fault == line["error"], what="the picture of its second")
-    config = load({"socket": daemon.socket})
+    config = DaemonConfig.model_validate({"socket": daemon.socket})
     fault = ("bad", line["error"].removesuffix(": restart the daemon"), "restart the daemon")
     assert list(findings.disk(config)) == [fault]
     assert [finding.level for finding in findings.control_socket(config)] == ["ok"]

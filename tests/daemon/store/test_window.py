@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.cli import findings
-from kvprefetch.daemon.config.model import load
+from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.store import joining, window
 from tests.lab.daemon import Daemon
 
@@ -31,7 +31,7 @@ def test_another_version_is_one_line_with_what_was_run(versions: dict[str, str])
 
 def test_doctor_names_a_version_that_no_test_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "installed", lambda: {NAME: "0.3.99"})
-    (finding,) = findings.libraries(load({}))
+    (finding,) = findings.libraries(DaemonConfig())
     assert (finding.level, "0.3.99" in finding.what) == ("note", True)
 
 
