@@ -9,12 +9,14 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from http import HTTPStatus
 from threading import BoundedSemaphore, Lock
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from ...kv.hashing import BlockHasher, CannotHash
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
 from ...shmring.wire.records import session_digest
 from .envelope import (
@@ -33,7 +35,6 @@ from .envelope import (
     parsed,
     payload,
 )
-from .hashes import Hashers
 from .link import Link
 from .messages import Message, Messages
 
@@ -46,6 +47,7 @@ FIRST_S = 0.5  # for the store's answer about all prompts of a message; the othe
 MAX_WAIT_MS = 30_000
 WAITERS = 8  # callers that wait at a time; others get the answer of now
 RATE, BURST = 200.0, 400.0  # actions a second of one user
+_made = lru_cache(64)(BlockHasher)  # one for each way to hash
 
 
 class Route(NamedTuple):
@@ -89,7 +91,7 @@ class App:
 
     def __init__(self, link: Link, messages: Messages, token: bytes = b"") -> None:
         self._link, self._messages, self._token = link, messages, token
-        self._hashers, self._rate = Hashers(), Rate()
+        self._rate = Rate()
         self._waiters = BoundedSemaphore(WAITERS)
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
@@ -179,7 +181,8 @@ class App:
             hashes, size = bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
         else:
             assert prompt.token_ids is not None
-            hashes, size = self._hashers.hash(engine, prompt.token_ids, prompt.cache_salt)
+            hasher = _hasher(engine)
+            hashes, size = hasher(prompt.token_ids, prompt.cache_salt), hasher.digest_bytes
         most = engine.max_blocks * (engine.block_tokens // engine.hash_tokens)
         if size and len(hashes) // size > most + 1:
             raise Bad(
@@ -242,6 +245,15 @@ def _first(action: Action) -> Answered:
 
 def _query(caller: Caller, prompt: Prefetch) -> EngineQuery:
     return EngineQuery(caller=caller, engine=prompt.engine, model=prompt.model, dp_rank=prompt.dp_rank)
+
+
+def _hasher(engine: Engine) -> BlockHasher:
+    """Return what hashes prompts as this engine does. Raises Bad."""
+    start, probe = bytes.fromhex(engine.hash_start), bytes.fromhex(engine.hash_probe)
+    try:
+        return _made(engine.hash_algorithm, start, engine.hash_tokens, probe)
+    except CannotHash as error:
+        raise Bad(422, f"engine {engine.engine}: {error}") from None
 
 
 def _begun(answer: Answered) -> bool:
