@@ -11,16 +11,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..shmring.wire.checks import shown
+from ..shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION, MAX_SESSION_ID, PRIORITIES, shown
 
-PROTOCOL_VERSION, ACTION_TYPE, ACTION_VERSION = "0.1", "kv.prefetch", "1.0"
 MAX_ACTIONS = 16  # of an envelope: the engine's thread reads no more
 NO_CAP = (1 << 63) - 1
-MAX_SESSION_ID = 256  # characters
-# The fields that are known, each with its type and its bounds. The ring carries a priority of 32 bits.
+# The fields that are known, each with its type and its bounds.
 _FIELDS: Mapping[str, tuple[type[Any], int, int]] = {
     "fetch": (bool, 0, 1),
-    "priority": (int, -(1 << 31), (1 << 31) - 1),
+    "priority": (int, PRIORITIES[0], PRIORITIES[-1]),
     "max_load_tokens": (int, 0, NO_CAP),
     "session_id": (str, 1, MAX_SESSION_ID),  # its length
 }
@@ -69,9 +67,9 @@ def _payloads(name: str, envelope: Any, bad: dict[str, str]) -> Iterator[Mapping
     actions = _field(envelope, "actions")
     if not isinstance(actions, list | tuple):
         bad[name] = f"should be an object with a list of actions: {name}={shown(envelope)}"
-    elif _field(envelope, "protocol_version") == PROTOCOL_VERSION:
+    elif _field(envelope, "protocol_version") == ENVELOPE_VERSION:
         for action in actions[:MAX_ACTIONS]:
-            if (_field(action, "action_type"), _field(action, "action_version")) == (ACTION_TYPE, ACTION_VERSION):
+            if (_field(action, "action_type"), _field(action, "action_version")) == (ACTION, ACTION_VERSION):
                 payload = _field(action, "payload")
                 if isinstance(payload, Mapping):
                     yield payload

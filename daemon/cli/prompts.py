@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from ...client import Prompt
-from ..door.envelope import ACTION, VERSION, Action, Bad, payload
+from ...shmring.wire.checks import ACTION, ACTION_VERSION
+from ..door.envelope import Action, Bad, payload
 
 MAX_LINE_BYTES = 8 << 20
 FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of earlier releases
@@ -46,7 +47,7 @@ def parse(line: bytes) -> Prompt:
         raise ValueError("a list or an object is wanted")
     found: dict[str, Any] = {FORMER.get(str(name), str(name)): value for name, value in raw.items()}
     try:
-        return payload(Action(action_id="line", action_type=ACTION, action_version=VERSION, payload=found))
+        return payload(Action(action_id="line", action_type=ACTION, action_version=ACTION_VERSION, payload=found))
     except Bad as error:
         raise ValueError(str(error).removeprefix("action line: ")) from None
 

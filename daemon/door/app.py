@@ -18,10 +18,9 @@ from pydantic import BaseModel
 
 from ...kv.hashing import BlockHasher, CannotHash
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
+from ...shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION
 from ...shmring.wire.records import session_digest
 from .envelope import (
-    ACTION,
-    VERSION,
     Action,
     Answer,
     Answered,
@@ -212,8 +211,8 @@ class App:
 
     def _lmcache(self, caller: Caller, body: LMCachePrefetch) -> dict[str, Any]:
         prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
-        action = Action(action_id="1", action_type=ACTION, action_version=VERSION, payload=prompt)
-        envelope = Envelope(protocol_version="0.1", message_id=uuid.uuid4().hex, actions=[action])
+        action = Action(action_id="1", action_type=ACTION, action_version=ACTION_VERSION, payload=prompt)
+        envelope = Envelope(protocol_version=ENVELOPE_VERSION, message_id=uuid.uuid4().hex, actions=[action])
         answer = self._wait(self._announce(caller, envelope), _begun, FIRST_S)
         return LMCacheBegun(request_id=answer.message_id, chunks=answer.actions[0].blocks.asked).model_dump()
 
@@ -233,13 +232,13 @@ def _found(method: str, path: str) -> tuple[Route, str]:
 
 
 def _ours(action: Action) -> bool:
-    return action.action_type == ACTION and action.action_version == VERSION
+    return action.action_type == ACTION and action.action_version == ACTION_VERSION
 
 
 def _first(action: Action) -> Answered:
     if _ours(action):
         return Answered(action_id=action.action_id, outcome="deferred")
-    text = f"only {ACTION}@{VERSION} is known: {action.action_type!r:.80}@{action.action_version!r:.20}"
+    text = f"only {ACTION}@{ACTION_VERSION} is known: {action.action_type!r:.80}@{action.action_version!r:.20}"
     return Answered(action_id=action.action_id, outcome="ignored", reason=text)
 
 

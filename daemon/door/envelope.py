@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...shmring.wire.checks import first_error
+from ...shmring.wire.checks import MAX_SESSION_ID, EnvelopeVersion, Priority, first_error
 
-ACTION, VERSION = "kv.prefetch", "1.0"
 MAX_ACTIONS = 64
 MAX_TOKENS = 1 << 21
 MAX_HASHES = 1 << 20
@@ -39,12 +38,12 @@ class Prefetch(Said):
     dp_rank: int | None = Field(default=None, ge=0, le=1 << 20)
     token_ids: TokenIds | None = None
     block_hashes: Annotated[list[Digest], Field(min_length=1, max_length=MAX_HASHES)] | None = None
-    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
     lora_name: str | None = None
     expected_in_ms: int = Field(default=0, ge=0, le=3_600_000)
     ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
-    priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)
+    priority: Priority = 0
     max_bytes: int | None = Field(default=None, ge=1)
 
 
@@ -60,7 +59,7 @@ class Action(Said):
 class Envelope(Said):
     """What `POST /v1/kv_hints` takes."""
 
-    protocol_version: Literal["0.1"]
+    protocol_version: EnvelopeVersion
     message_id: Name
     actions: list[Action] = Field(min_length=1, max_length=MAX_ACTIONS)
 

@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..daemon.config.model import hints_socket
-from ..daemon.door.envelope import ACTION, VERSION, Answer, Answered
-from ..shmring.wire.checks import first_error
+from ..daemon.door.envelope import Answer, Answered
+from ..shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION, first_error
 from .control import Busy, Unavailable
 
 WAIT_S = 10.0  # in one question what became of a message
@@ -56,9 +56,9 @@ class Announced:
 
     def __init__(self, door: Door, payloads: Sequence[Mapping[str, Any]]) -> None:
         self._door, self.message_id = door, uuid.uuid4().hex
-        common = {"action_type": ACTION, "action_version": VERSION}
+        common = {"action_type": ACTION, "action_version": ACTION_VERSION}
         actions = [{"action_id": str(i), **common, "payload": payload} for i, payload in enumerate(payloads)]
-        message = {"protocol_version": "0.1", "message_id": self.message_id, "actions": actions}
+        message = {"protocol_version": ENVELOPE_VERSION, "message_id": self.message_id, "actions": actions}
         self.outcomes = _outcomes(*door.ask("POST", "/v1/kv_hints", message))
 
     @property

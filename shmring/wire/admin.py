@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .checks import Packet
+from .checks import Packet, Priority
 
 MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
 
@@ -157,7 +157,7 @@ class Announce(Packet):
     session: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     expected_ms: int = Field(default=0, ge=0, le=3_600_000)
     ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
-    priority: int = Field(default=0, ge=-(1 << 31), le=(1 << 31) - 1)
+    priority: Priority = 0
     most_blocks: int = Field(default=1 << 20, ge=1, le=1 << 20)
 
 

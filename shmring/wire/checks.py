@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 SHOWN_CHARACTERS = 120  # of a bad value in an error
+# vLLM's envelope of KV hints, which comes with a request or to the HTTP door: its version, and our action in it.
+EnvelopeVersion = Literal["0.1"]
+ENVELOPE_VERSION: EnvelopeVersion = "0.1"
+ACTION, ACTION_VERSION = "kv.prefetch", "1.0"
+MAX_SESSION_ID = 256  # characters
+PRIORITIES = range(-(1 << 31), 1 << 31)  # a hint in the ring has 32 bits for one
+Priority = Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[-1])]
 
 
 def _whole_prefix(text: str) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.door.envelope import ACTION, MAX_ACTIONS, VERSION, Action, Bad, Envelope, parsed, payload
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Action, Bad, Envelope, parsed, payload
+from kvprefetch.shmring.wire.checks import ACTION, ACTION_VERSION
 
 AB, CD = "ab" * 32, "cd" * 32
 
 
 def envelope(**changes: Any) -> bytes:
-    action = {"action_id": "a1", "action_type": ACTION, "action_version": VERSION, "payload": {"token_ids": [1]}}
+    action = {"action_id": "a1", "action_type": ACTION, "action_version": ACTION_VERSION, "payload": {"token_ids": [1]}}
     return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action], **changes}).encode()
 
 
@@ -53,7 +54,7 @@ def test_a_bad_envelope_is_one_line(body: bytes, words: list[str]) -> None:
 
 
 def action(**fields: Any) -> Action:
-    return Action(action_id="a1", action_type=ACTION, action_version=VERSION, payload=fields)
+    return Action(action_id="a1", action_type=ACTION, action_version=ACTION_VERSION, payload=fields)
 
 
 @pytest.mark.parametrize(
