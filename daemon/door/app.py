@@ -20,6 +20,7 @@ from ...kv.hashing import BlockHasher, CannotHash
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
 from ...shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION
 from ...shmring.wire.records import session_digest
+from ..control.budget import Budget
 from .envelope import (
     Action,
     Answer,
@@ -68,29 +69,12 @@ ROUTES = (
 )
 
 
-class Rate:
-    """Lets each user have RATE actions a second, and BURST at once after a pause. Any thread may call."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, Lock()
-        self._left: dict[int, tuple[float, float]] = {}  # by user: how many are left, and since when
-
-    def take(self, uid: int, count: int) -> bool:
-        """Whether this user may have so many actions now."""
-        with self._lock:
-            now = self._clock()
-            left, at = self._left.get(uid, (BURST, now))
-            left = min(BURST, left + RATE * (now - at))
-            self._left[uid] = (left - count if left >= count else left), now
-            return left >= count
-
-
 class App:
     """The application. `token`: what a caller over TCP has to send; such a caller is an operator."""
 
     def __init__(self, link: Link, messages: Messages, token: bytes = b"") -> None:
         self._link, self._messages, self._token = link, messages, token
-        self._rate = Rate()
+        self._rate, self._rating = Budget(RATE / 1e9, BURST), Lock()
         self._waiters = BoundedSemaphore(WAITERS)
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
@@ -130,7 +114,7 @@ class App:
     # --- announcing -------------------------------------------------------------------------------------------------
 
     def _announce(self, caller: Caller, envelope: Envelope) -> Message:
-        if not self._rate.take(caller.uid, len(envelope.actions)):
+        if not self._may_announce(caller.uid, len(envelope.actions)):
             raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
         wanted = [payload(each) if _ours(each) else None for each in envelope.actions]
         answers = [_first(each) for each in envelope.actions]
@@ -150,6 +134,12 @@ class App:
             self._messages.forget(message)
             raise errors[0]
         return message
+
+    def _may_announce(self, uid: int, actions: int) -> bool:
+        with self._rating:
+            if may := self._rate.left(uid, now_ns := time.monotonic_ns()):
+                self._rate.spend(uid, actions, now_ns)
+            return may
 
     def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
         message.tell(action, engine=engine.engine)

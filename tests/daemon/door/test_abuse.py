@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import random
 import socket
@@ -13,8 +14,10 @@ from typing import Any
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.door.app import BURST, MAX_BODY, MAX_WAIT_MS, RATE, Rate
+from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
+from kvprefetch.daemon.door.messages import Messages
+from kvprefetch.shmring.wire.admin import Caller
 from tests.daemon.door.test_door import announce, engine_with, message
 from tests.lab.daemon import Daemon
 from tests.support.waiting import eventually
@@ -110,14 +113,19 @@ def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve
 
 
 def test_each_user_has_a_rate_of_its_own() -> None:
-    now = [0.0]
-    rate = Rate(lambda: now[0])
-    assert rate.take(1, int(BURST))
-    assert not rate.take(1, 1)
-    assert rate.take(2, 1)
-    now[0] = 1.0
-    assert rate.take(1, int(RATE))
-    assert not rate.take(1, 1)
+    nobody: Any = None  # asked for no engine: actions of another type are ignored
+    app, statuses = App(nobody, Messages()), list[str]()
+
+    def announced(uid: int, name: str) -> str:
+        body = io.BytesIO(json.dumps(message(name, *[{}] * MAX_ACTIONS)).replace("kv.prefetch", "kv.pin").encode())
+        said = {"wsgi.input": body, CALLER: Caller(uid=uid, groups=[])}
+        route = {"REQUEST_METHOD": "POST", "PATH_INFO": "/v1/kv_hints"}
+        app({**route, **said}, lambda status, _: statuses.append(status))
+        return statuses[-1]
+
+    assert announced(1, "first") == "202 Accepted"
+    assert {announced(1, str(number)) for number in range(20)} == {"202 Accepted", "429 Too Many Requests"}
+    assert announced(2, "first") == "202 Accepted"
 
 
 def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
