@@ -74,13 +74,6 @@ class RequestState:
         elif loadable and prefilled_elsewhere(request):
             self.loadable, self.prefilled_elsewhere = False, True
 
-    def check(self) -> None:
-        """Raise AssertionError unless the fields form a row of the table above."""
-        assert self.answer is None or self.handle is not None, self
-        if self.settled or self.loading:
-            assert self.handle is None, self
-            assert self.wait is None, self
-
     @property
     def queued(self) -> bool:
         """Whether a hint, a wait or an answer may be next."""

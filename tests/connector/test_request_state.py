@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.request_state import Answer, RequestState
+from tests.support.scheduler_checks import check_state
 
 CONNECTOR = Path(__file__).resolve().parents[2] / "connector"
 
@@ -67,7 +68,7 @@ def reached(way: tuple[str, ...]) -> RequestState:
     )
     for name in way:
         TRANSITIONS[name](state)
-        state.check()
+        check_state(state)
     return state
 
 
@@ -82,7 +83,7 @@ def test_each_state_allows_its_transitions_and_no_other(way: tuple[str, ...]) ->
         except AssertionError:
             assert state == before, f"{name} is refused before anything changes"
             continue
-        state.check()
+        check_state(state)
         allowed.add(name)
     assert allowed == STATES[way]
 
@@ -95,7 +96,7 @@ def test_an_illegal_combination_is_found(fields: dict[str, Any]) -> None:
     state = reached(())
     vars(state).update(fields)
     with pytest.raises(AssertionError):
-        state.check()
+        check_state(state)
 
 
 def writes(path: Path) -> set[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.shmring.wire.records import FlagState
+
+if TYPE_CHECKING:  # the scheduler side imports vLLM
+    from kvprefetch.connector.request_state import RequestState
+    from kvprefetch.connector.scheduler import SchedulerSide
 
 # What an engine may do to a flag (records.py).
 TRANSITIONS = {
@@ -21,8 +24,16 @@ TRANSITIONS = {
 def check(side: SchedulerSide) -> None:
     """Raise AssertionError where a request is in no legal state."""
     for state in side.requests.values():
-        state.check()
+        check_state(state)
     assert side.answered == {name for name, state in side.requests.items() if state.answer is not None}
+
+
+def check_state(state: RequestState) -> None:
+    """Raise AssertionError unless the fields form a row of request_state.py's table."""
+    assert state.answer is None or state.handle is not None, state
+    if state.settled or state.loading:
+        assert state.handle is None, state
+        assert state.wait is None, state
 
 
 def held(side: SchedulerSide) -> list[str]:
