@@ -9,7 +9,6 @@ from typing import IO, Any
 from ..config.sizes import size
 
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
-_FETCH = ("hint_seen_ms", "last_byte_ms")
 _MOST = 1e18  # a number beyond it, or not finite, is none of ours
 _HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
 
@@ -46,7 +45,9 @@ def _request(record: Mapping[str, Any]) -> str:
     if get("store_unavailable"):
         parts.append("(store unavailable)")
     if fetched := figure(record, "bytes"):
-        parts.append(f"fetched {size(fetched)} in {milliseconds(*(figure(record, name) for name in _FETCH))}")
+        start, end = (figure(record, name) for name in ("hint_seen_ms", "last_byte_ms"))
+        took = "–" if start is None or end is None else f"{number(end - start)} ms"
+        parts.append(f"fetched {size(fetched)} in {took}")
     parts.append(f"waited {number(figure(record, 'exposed_ms'))} ms")
     if (hidden := figure(record, "hidden_fraction")) is not None:
         parts.append(f"hidden {100 * hidden:.0f} %")
@@ -66,13 +67,6 @@ def amount(record: Mapping[str, Any], name: str) -> float:
 
 def count(record: Mapping[str, Any], name: str) -> int:
     return int(amount(record, name))
-
-
-def milliseconds(start: Any, end: Any) -> str:
-    """Format the time from `start` to `end`, in milliseconds; either may be None."""
-    if not isinstance(start, (int, float)) or not isinstance(end, (int, float)):
-        return "–"
-    return f"{number(end - start)} ms"
 
 
 def number(value: Any) -> str:
