@@ -16,17 +16,14 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.shmring.wire import admin
-from kvprefetch.shmring.wire.attach import Reset, ResetDone, Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, send_message
-from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
-from tests.support.auditor import Auditor, ask_daemon
-from tests.support.fake_engine import FakeEngine, answer
+from tests.support.auditor import Auditor
+from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import AS_NOBODY, NOBODY
-from tests.support.waiting import eventually
 
 
 def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, auditor: Auditor) -> None:
@@ -75,32 +72,6 @@ def test_a_master_that_is_slow_to_answer_at_first_does_not_end_the_start() -> No
         assert daemon.wait_record("daemon.ready", timeout_s=30) is not None
 
 
-def test_every_rank_gets_its_own_part(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="two-ranks", ranks=2)
-    values = blocks("ranks", 4)
-    engine.save(values)
-    eventually(lambda: engine.credits.available() == int(ask_daemon(shared_daemon.socket).engines[0]["save_slots"]))
-    key = engine.hint(list(values))
-    assert engine.settled(key).count == 4
-    for slot, value in zip(engine.table.read_slots(key[0], 0, 4), values.values(), strict=True):
-        assert engine.read(slot, 0) == engine.read(slot, 1) == value
-
-
-def test_an_engine_with_kv_events_is_sent_the_outcome_of_its_saves(shared_daemon: Daemon) -> None:
-    """When the store has the blocks, and in which medium; an engine without events is sent nothing."""
-    engine = FakeEngine(shared_daemon.socket, engine_id="events", prefix="events", events=True)
-    quiet = FakeEngine(shared_daemon.socket, engine_id="quiet", prefix="quiet")
-    values = blocks("events", 5)
-    quiet.save(values)
-    for save_id in (8, 9):  # the second time they are there already
-        engine.save(values, save_id=save_id)
-        event = answer(engine.scheduler, Stored)
-        assert (event.save_id, len(event.memory), event.disk, event.lost) == (save_id, 5, [], [])
-    quiet.scheduler.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        quiet.scheduler.recv(1)
-
-
 def test_the_auditor_finds_a_planted_leak(shared_daemon: Daemon, auditor: Auditor) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="leak")
     engine.hint(list(blocks("leak", 3)))
@@ -111,47 +82,6 @@ def test_the_auditor_finds_a_planted_leak(shared_daemon: Daemon, auditor: Audito
     engine.credits.take(1)
     with pytest.raises(AssertionError, match="credits out"):
         auditor.assert_idle(shared_daemon.pid, shared_daemon.socket, timeout_s=0.5)
-
-
-def test_more_waiting_than_staging_holds_is_served_in_turn(shared_daemon: Daemon, auditor: Auditor) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="queue")
-    groups = [blocks(f"queue-{i}", 60) for i in range(8)]  # 1 MiB holds 256 slots, 64 of them for saves
-    for values in groups:
-        engine.save(values)
-    stored(shared_daemon, 8 * 60)
-    keys = [engine.hint(list(values)) for values in groups]
-    for key, values in zip(keys, groups, strict=True):
-        assert engine.settled(key).count == 60
-        assert engine.move(key, FlagState.CLAIMED)
-        assert [engine.read(s) for s in engine.table.read_slots(key[0], 0, 60)] == list(values.values())
-        assert engine.move(key, FlagState.RELEASED)
-        engine.done(key, loaded=60)
-    auditor.assert_idle(shared_daemon.pid, shared_daemon.socket)
-
-
-def test_a_reset_voids_what_is_staged_and_no_rank_finds_older_keys(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="reset", ranks=2)
-    other = FakeEngine(shared_daemon.socket, engine_id="other", prefix="not-reset")
-    values = blocks("reset", 6)
-    for each in (engine, other):
-        each.save(values)
-        eventually(lambda each=each: each.load(list(values)), what="a hit")
-    waiting = engine.hint(list(values))
-    engine.settled(waiting)
-    send_message(engine.scheduler, Reset(reset_generation=1, weights="1" * 32))
-    assert answer(engine.scheduler, ResetDone) == ResetDone(reset_generation=1)
-    assert engine.flag(waiting).state == FlagState.EXPIRED
-    assert engine.load(list(values)) is None
-    engine.save(values, reset_generation=0)  # a save of the old weights that comes late
-    eventually(
-        lambda: engine.credits.available() == int(_engine(shared_daemon, "engine")["save_slots"]), what="credits"
-    )
-    assert engine.load(list(values)) is None
-    assert other.load(list(values)) == list(values.values()), "another namespace keeps its keys"
-
-
-def _engine(daemon: Daemon, engine_id: str) -> dict[str, int | str]:
-    return next(engine for engine in ask_daemon(daemon.socket).engines if engine["engine"] == engine_id)
 
 
 def test_stat_reads_the_live_segments_without_disturbing_anyone(
