@@ -223,29 +223,6 @@ def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
     give_back(epoch)
 
 
-def test_memory_that_the_store_refuses_is_let_go() -> None:
-    """Of two ranks the second cannot be registered: the first is not kept either."""
-    registered: set[int] = set()
-
-    class Full:
-        def register(self, address: int, _: int) -> None:
-            if registered:
-                raise StoreError("registering 4096 bytes failed with code -1")
-            registered.add(address)
-
-        def unregister(self, address: int) -> None:
-            registered.remove(address)
-
-    store: Any = Full()
-    epoch = make_epoch(store, ranks=2)
-    with pytest.raises(StoreError):
-        epoch.memory.staging.register(store)
-    assert len(registered) == 1
-    epoch.end(Ending.ENGINE_GONE)
-    give_back(epoch)
-    assert not registered
-
-
 def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> None:
     """The engine may leave while the store is away: that must not end the loop, nor keep the memory."""
 

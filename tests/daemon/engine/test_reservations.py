@@ -37,10 +37,10 @@ class Known:
 
     def __init__(self) -> None:
         self.areas: set[int] = set()
-        self.full = False
+        self.most = 1 << 10
 
     def register(self, address: int, _: int) -> None:
-        if self.full:
+        if len(self.areas) >= self.most:
             raise StoreError("registering failed with code -1")
         assert address not in self.areas
         self.areas.add(address)
@@ -184,9 +184,9 @@ def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk,
 
 
 def test_memory_that_the_store_refuses_is_given_back(desk: Desk, machine: Machine) -> None:
-    """RDMA registers staging, and may not be allowed to lock so much."""
-    desk.store.full = True
-    desk.all.want(1, CONFIG, ENGINE)
+    """RDMA registers staging, and may not be allowed to lock so much: of two ranks the first is not kept either."""
+    desk.store.most = 1
+    desk.all.want(1, CONFIG, ENGINE._replace(workers=[SPEC.worker(), SPEC.worker(1)]))
     assert isinstance(desk.next().memory, StoreError)
     assert not machine.taken
 
