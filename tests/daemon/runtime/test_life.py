@@ -17,7 +17,6 @@ from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
-from tests.lab.process import frozen
 from tests.support.auditor import Auditor, ask_daemon, control_segments
 from tests.support.command import cpu_s
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
@@ -38,14 +37,6 @@ def test_a_daemon_killed_in_mid_run_leaves_nothing_and_the_engine_reads_gone(ser
     auditor.assert_nothing_left()
     again = serve()
     FakeEngine(again.socket).close()
-
-
-def test_a_frozen_daemon_reads_as_hung_and_comes_back(serve: Serve) -> None:
-    daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    with frozen(daemon.pid):
-        eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.HUNG, 10)
-    eventually(lambda: engine.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE, 10)
 
 
 def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None:
