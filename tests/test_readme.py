@@ -63,12 +63,6 @@ def test_a_result_is_stale_once_its_test_is_gone_or_says_something_else(changed:
     assert replace(result, **changed).stale()
 
 
-def test_both_commands_that_do_the_set_up_are_there() -> None:
-    """A newcomer finds `make demo` and `make test` under "Try it"."""
-    section = README.split("## Try it")[1].split("\n## ")[0]
-    assert re.findall(r"^make (\w+)$", section, re.MULTILINE) == ["demo", "test"]
-
-
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)$", README, re.MULTILINE))
 def test_make_targets_exist(target: str) -> None:
     """Each target that the README names is one of the Makefile's."""
