@@ -29,7 +29,6 @@ from vllm.engine.arg_utils import EngineArgs
 from kvprefetch.connector import namespace, refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.namespace import RankKeys
-from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
@@ -116,7 +115,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
 
 
 def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Groups, specs, context parallelism, encoder-decoders, the one layout with overlapping values, another vLLM."""
+    """Groups, specs, context parallelism, encoder-decoders, another vLLM."""
 
     def check() -> None:
         for reason, changes, cache in test_connector.refusals():
@@ -124,22 +123,10 @@ def test_p23_what_cannot_be_served_is_refused_at_start(tmp_path: Path, monkeypat
                 KVPrefetchConnector(test_connector.vllm_config(tmp_path / "s", **changes), test_connector.WORKER, cache)
 
     check()
-    for reason, kv_caches in refused_layouts():
-        with pytest.raises(ValueError, match=reason):
-            PagedCache(kv_caches, ["layer"], 4)
     monkeypatch.setattr(refusals, "check", lambda *args: None)
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
     with pytest.raises(pytest.fail.Exception):
         check()
-
-
-def refused_layouts() -> list[tuple[str, Any]]:
-    """BHLNC: the layers of a block interleaved inside each head."""
-    import torch
-
-    blocks, heads, layers, tokens, width = 4, 2, 3, 8, 16
-    memory = torch.zeros(blocks, heads, layers, tokens, width)
-    return [("layout is not served|overlap", {"layer": memory[:, :, 0]})]
 
 
 def held() -> tuple[list[str], list[str]]:
