@@ -96,20 +96,19 @@ class PagedCache:
     def load(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy rows[slots[i]] into block block_ids[i]. On a device the copies are queued on the current stream."""
         for view, staged in self._pairs(rows):
-            for slot, block in zip(slots, block_ids, strict=True):
-                if self._on_host:
-                    view[block] = staged[slot]
-                else:
-                    view[block].copy_(staged[slot], non_blocking=True)
+            self._copy(staged, slots, view, block_ids)
 
     def save(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy block block_ids[i] into rows[slots[i]]. On a device the copies are queued on the current stream."""
         for view, staged in self._pairs(rows):
-            for slot, block in zip(slots, block_ids, strict=True):
-                if self._on_host:
-                    staged[slot] = view[block]
-                else:
-                    staged[slot].copy_(view[block], non_blocking=True)
+            self._copy(view, block_ids, staged, slots)
+
+    def _copy(self, source: Any, origins: Sequence[int], target: Any, places: Sequence[int]) -> None:
+        for origin, place in zip(origins, places, strict=True):
+            if self._on_host:
+                target[place] = source[origin]
+            else:
+                target[place].copy_(source[origin], non_blocking=True)
 
     def fence(self) -> Any:
         """Return a fence with a `query()` that is true once all queued copies are done; None when they are done."""
@@ -120,8 +119,6 @@ class PagedCache:
         return event
 
     def _pairs(self, rows: Rows) -> list[tuple[Any, Any]]:
-        if rows.shape[1] != self.block_bytes:
-            raise ValueError(f"slot size differs: slot_bytes={rows.shape[1]} block_bytes={self.block_bytes}")
         pairs = []
         for view, offset, piece in self._pieces:
             part = rows[:, offset : offset + piece.segments * piece.length]

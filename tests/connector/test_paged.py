@@ -93,13 +93,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(reason: str, kv_caches: An
     assert "\n" not in str(caught.value)
 
 
-def test_slots_of_another_size_are_refused() -> None:
-    kv_caches = caches("LBHNC")
-    paged = PagedCache(kv_caches, list(kv_caches), BLOCKS)
-    with pytest.raises(ValueError, match="slot size differs"):
-        paged.load(np.zeros((1, paged.block_bytes - 1), dtype=np.uint8), [0], [0])
-
-
 # --- caches of one group or several that vLLM laid out and allocated -------------------------------------------------
 
 TOKENS = 16  # of a block in caches that vLLM laid out
