@@ -16,7 +16,7 @@ from typing import Any
 
 from . import addresses, window
 from .breaker import Attempt, Breaker
-from .errors import StoreError, StoreUnavailable
+from .errors import StoreUnavailable
 from .joining import Joined, join
 from .settings import MooncakeSettings
 
@@ -40,13 +40,10 @@ class Connection:
         self._breaker = Breaker(clock)
 
     def open(self) -> None:
-        """Join the cluster. Raises StoreError.
+        """Join the cluster, once. Raises StoreError.
 
         Holds the GIL for 0.05 to 0.2 s, and for `rpc_timeout_ms` where the master accepts and then says nothing.
         """
-        with self._state:
-            if self._client is not None:
-                raise StoreError("the store was opened before; a Store is opened once")
         if self._port is None:
             self._port = socket.socket()
             self._port.bind(("", 0))

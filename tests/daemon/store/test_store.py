@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.store.client import Store
-from kvprefetch.daemon.store.errors import ErrorClass, StoreError, StoreUnavailable, classify
+from kvprefetch.daemon.store.errors import ErrorClass, StoreUnavailable, classify
 from kvprefetch.daemon.store.joining import Joined
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import PAUSE_S
@@ -154,15 +154,6 @@ def test_memory_registered_before_the_client_joins_is_known_when_calls_are_admit
     for address in (1, 2, 4):
         store.unregister(address)
     assert (client.registered, store.refused) == ([], set())
-
-
-def test_should_open_once() -> None:
-    store, client = opened()
-    for _ in range(2):
-        with pytest.raises(StoreError, match="opened once"):
-            store.open()
-        store.close()
-    assert client.closed == 1
 
 
 def test_should_close_once_and_only_after_calls_in_flight() -> None:
