@@ -110,16 +110,12 @@ class EmbeddedMaster:
             self._disk.tick()
 
     def start(self) -> MooncakeSettings:
-        """Start the master and wait until it answers; return the settings for one Store in this process.
+        """Start the master, once, and wait until it answers; return the settings for one Store in this process.
 
         Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. Call it before
         any Store.open: it sets MOONCAKE_* and MC_* variables, which Mooncake reads when it is loaded. Raises
         EmbeddedError, also when `stopping` says so meanwhile, and SettingsError.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise EmbeddedError("the private master must be started on the main thread: it would die with this one")
-        if self._process is not None:
-            raise EmbeddedError("the private master was already started")
         if not self.anywhere:
             _check_confined()
         os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"

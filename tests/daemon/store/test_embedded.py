@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -186,21 +185,6 @@ def test_should_name_an_explicit_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EmbeddedError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
             EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
-
-
-def test_should_refuse_to_start_off_the_main_thread() -> None:
-    caught: list[Exception] = []
-
-    def start() -> None:
-        try:
-            EmbeddedMaster(1, None, structlog.get_logger()).start()
-        except EmbeddedError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
 
 
 def test_should_keep_what_does_not_fit_in_memory_and_find_it_after_a_restart(tmp_path: Path) -> None:
