@@ -298,7 +298,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config, paged.places, paged.block_bytes, drafts=geometry.drafted_tokens(config)
         )
         if self._settings.key_format == "vllm":
-            where = namespace.vllms_own(keys)
+            where = namespace.Namespace(keys.prefixes, {})
         else:
             running = functools.partial(
                 fingerprint.of_engine,

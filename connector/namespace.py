@@ -83,7 +83,7 @@ def _replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[i
 
 
 class Namespace(NamedTuple):
-    """`fingerprint` is empty for vLLM's own keys. `unknown`: the reason why there is no fingerprint."""
+    """`fingerprint` is empty for vLLM's own keys, which keep no engine out. `unknown`: why there is no fingerprint."""
 
     prefixes: tuple[str, ...]
     fingerprint: dict[str, str]
@@ -103,11 +103,6 @@ def fingerprinted(
         return Namespace(keys.of(fingerprint.digest(found)), found)
     except Exception as error:
         return Namespace(keys.of(start), {}, " ".join(f"{type(error).__name__}: {error}".split())[:400])
-
-
-def vllms_own(keys: RankKeys) -> Namespace:
-    """Return the namespace of vLLM's MooncakeStoreConnector, where no fingerprint keeps other engines out."""
-    return Namespace(keys.prefixes, {})
 
 
 def log_sharing(where: Namespace, *, first_rank: bool) -> None:

@@ -83,7 +83,7 @@ def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
-        for found in (where(model), where(model, known=ValueError("why")), namespace.vllms_own(keys)):
+        for found in (where(model), where(model, known=ValueError("why")), namespace.Namespace(keys.prefixes, {})):
             for first_rank in (True, False):
                 namespace.log_sharing(found, first_rank=first_rank)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
