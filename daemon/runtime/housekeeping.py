@@ -10,20 +10,20 @@ from ..telemetry.publisher import Publisher
 from .backend import Backend
 from .notify import Notifier
 
-PUBLISH_NS = 1_000_000_000
+PUBLISH_NS, IDLE_PUBLISH_NS = 1_000_000_000, 5_000_000_000
 
 
 class Housekeeping:
-    """Ticks the other parts, and publishes their numbers once a second."""
+    """Ticks the other parts, and publishes their numbers once a second; those of an idle daemon hardly change."""
 
     def __init__(
         self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, publisher: Publisher
     ) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._backend, self._notifier, self._publisher = backend, notifier, publisher
-        self._published_ns = 0
+        self._published_ns, self._said = 0, ""
 
-    def tick(self, now_ns: int) -> None:
+    def tick(self, now_ns: int, *, idle: bool) -> None:
         """Do the periodic work; called several times a second."""
         shared = self._shared
         self._publisher.board.beat(now_ns)
@@ -37,13 +37,14 @@ class Housekeeping:
             self._control.end(epoch, ending)
         shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
-        if now_ns - self._published_ns >= PUBLISH_NS:
-            self._published_ns = now_ns
+        said = self.summary()
+        if now_ns - self._published_ns >= (IDLE_PUBLISH_NS if idle and said == self._said else PUBLISH_NS):
+            self._published_ns, self._said = now_ns, said
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
         """Show the numbers."""
-        self._notifier.status(self.summary())
+        self._notifier.status(self._said)
         shared = self._shared
         self._backend.describe(shared.snapshot)
         epochs, metrics = self._epochs.attached(), shared.metrics

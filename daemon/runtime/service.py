@@ -27,7 +27,7 @@ from ..work.pools import Pools
 from . import requirements
 from .backend import Backend
 from .housekeeping import Housekeeping
-from .loop import Loop
+from .loop import IDLE_TICK_NS, Loop
 from .notify import Notifier
 from .reload import reloaded
 from .signals import Signals
@@ -122,7 +122,7 @@ class Daemon:
             tick_ns = loop.tick_ns(now_ns)
             if now_ns - ticked_ns >= tick_ns:
                 ticked_ns = now_ns
-                housekeeping.tick(now_ns)
+                housekeeping.tick(now_ns, idle=tick_ns == IDLE_TICK_NS)
             if idle.over(now_ns, engines=control.has_engines()):
                 self._log.info("daemon.idle", idle_s=config.exit_idle_s)
                 self._signals.note(signal.SIGTERM)

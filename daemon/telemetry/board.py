@@ -1,7 +1,8 @@
 """The daemon's picture of itself, in a named POSIX shared-memory segment: written once a second, and left by a death.
 
-The daemon's HTTP server reads it there, and so do `status`, `health` and `top` as processes of their own: it answers
-while the main loop hangs, and after the daemon died.  It has no request ids, and says no more than /metrics does.
+An idle daemon, whose numbers hardly change, writes it each five seconds.  The daemon's HTTP server reads it there, and
+so do `status`, `health` and `top` as processes of their own: it answers while the main loop hangs, and after the daemon
+died.  It has no request ids, and says no more than /metrics does.
 
     byte 0   magic and version
          8   sequence: the area that is whole now is number % 2
@@ -103,6 +104,10 @@ class Board:
 
     def beat(self, now_ns: int) -> None:
         self._words.store_release(BEAT, now_ns)
+
+    @property
+    def beat_ns(self) -> int:
+        return self._words.load_acquire(BEAT)
 
     def write(self, status: Mapping[str, Any], metrics: bytes) -> None:
         """Show this status and these metrics, each within its bound; a text beyond it is left out."""
