@@ -197,16 +197,18 @@ def test_a_user_without_rights_to_the_socket_is_told_so_within_a_minute(say: Cal
 @pytest.mark.store
 @pytest.mark.timeout(1800)
 def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger, say: Callable[[str], None]) -> None:
-    """README's three lines, a real engine, and one prompt twice: the second request is loaded from the store."""
+    """README's two lines, a real engine, and one prompt twice: the second request is loaded from the store."""
     from tests.lab.checkpoint import TINY, make_checkpoint
 
     text = (ROOT / "README.md").read_text()
-    daemon, connector, serve = text.split("and vLLM's in another:\n\n```sh\n")[1].split("\n```")[0].splitlines()
+    install, serve = (
+        text.split("on GPUs `daemon-cuda12` or `daemon-cuda13`):\n\n```sh\n")[1].split("\n```")[0].splitlines()
+    )
     model = make_checkpoint(stranger.home / "models", TINY)
     vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
+    vllm = vllm.replace('"/var/lib/kv:100GiB"', f'"{stranger.home}/kv:1GiB","log_level":"info"')
     took_s, said = stranger.run(NEWCOMER.format(
-        python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0],
-        daemon=daemon, connector=connector, vllm=vllm,
+        python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0], install=install, vllm=vllm,
     ), 1700)  # fmt: skip
     say(f"a first hit: {took_s:.0f} s\n" + "\n".join(re.findall(r"^== .*$", said, re.MULTILINE)))
     assert re.search(r"request\.done .* loaded: [1-9]\d* of \d+ blocks", said), said[-4000:]
@@ -219,20 +221,17 @@ NEWCOMER = """
 say() {{ echo "== $SECONDS s: $*"; }}
 export KVPREFETCHD_SOCKET=$HOME/s PORT={port}
 export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
-for name in daemon engine; do {python} -m venv ~/$name; done
+{python} -m venv ~/engine
 echo {site} > $(~/engine/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
 SERVER='exec ~/engine/bin/python -m vllm.entrypoints.openai.api_server --model "$@"'
 printf '#!/bin/sh\\nshift\\n%s\\n' "$SERVER" > ~/engine/bin/vllm
 chmod +x ~/engine/bin/vllm
-say "two environments"
-(PATH=~/daemon/bin:$PATH; {daemon}) &
-until ~/daemon/bin/kvprefetchd health --wait 60 2>/dev/null; do sleep 1; done
-say "a daemon that is ready"
+say "an environment"
 PATH=~/engine/bin:$PATH
-{connector}
-say "a connector"
+{install}
+say "daemon and connector"
 {vllm} > vllm.log 2>&1 & ENGINE=$!
-until ~/daemon/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
+until ~/engine/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
     sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
 done
 say "an engine"
@@ -243,7 +242,7 @@ ask() {{
 ask && sleep 2
 curl -sSf -X POST localhost:$PORT/reset_prefix_cache
 ask && sleep 2
-~/daemon/bin/kvprefetchd tail --event request.done kvprefetchd.log
+~/engine/bin/kvprefetchd tail --event request.done vllm.log
 say "a first hit"
 """
 
