@@ -19,9 +19,15 @@ class Budget:
     burst: float = BURST_NS
     _used: dict[int, tuple[float, int]] = field(default_factory=dict)  # by user: how much counts, and when it did
 
-    def left(self, uid: int, now_ns: int) -> bool:
-        """Whether this user may take more now."""
-        return self._level(uid, now_ns) < self.burst
+    def left(self, uid: int, now_ns: int) -> float:
+        """Return how much this user may take now."""
+        return max(0.0, self.burst - self._level(uid, now_ns))
+
+    def take(self, uid: int, wanted: int, now_ns: int) -> bool:
+        """Enter so much, if it is left."""
+        if may := self.left(uid, now_ns) >= wanted:
+            self.spend(uid, wanted, now_ns)
+        return may
 
     def spend(self, uid: int, used: int, now_ns: int) -> None:
         """Enter what this user took, such as the ns that a question cost."""

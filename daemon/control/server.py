@@ -72,7 +72,7 @@ class Control:
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()
-        self._connections.resume(lambda uid: self._budget.left(uid, now_ns))
+        self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
         self._budget.tick(now_ns)
         self._shared.refusals.tick()
         self._handshake.tick(now_ns)

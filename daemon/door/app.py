@@ -137,9 +137,7 @@ class App:
 
     def _may_announce(self, uid: int, actions: int) -> bool:
         with self._rating:
-            if may := self._rate.left(uid, now_ns := time.monotonic_ns()):
-                self._rate.spend(uid, actions, now_ns)
-            return may
+            return self._rate.take(uid, actions, time.monotonic_ns())
 
     def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
         message.tell(action, engine=engine.engine)

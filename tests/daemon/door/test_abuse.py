@@ -14,7 +14,8 @@ from typing import Any
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
+from kvprefetch.daemon.control.budget import Budget
+from kvprefetch.daemon.door.app import BURST, CALLER, MAX_BODY, MAX_WAIT_MS, RATE, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
@@ -126,6 +127,16 @@ def test_each_user_has_a_rate_of_its_own() -> None:
     assert announced(1, "first") == "202 Accepted"
     assert {announced(1, str(number)) for number in range(20)} == {"202 Accepted", "429 Too Many Requests"}
     assert announced(2, "first") == "202 Accepted"
+
+
+def test_a_rate_is_a_burst_and_what_came_back_since() -> None:
+    rate = Budget(RATE / 1e9, BURST)
+    assert rate.take(1, int(BURST), 0)
+    assert not rate.take(1, 1, 0)
+    assert rate.take(2, 1, 0)
+    assert not rate.take(1, int(RATE) + 1, 1_000_000_000), "a message is taken whole or not at all"
+    assert rate.take(1, int(RATE), 1_000_000_000)
+    assert not rate.take(1, 1, 1_000_000_000)
 
 
 def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
