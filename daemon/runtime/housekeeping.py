@@ -37,9 +37,9 @@ class Housekeeping:
             self._control.end(epoch, ending)
         shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
-        said = self.summary()
-        if now_ns - self._published_ns >= (IDLE_PUBLISH_NS if idle and said == self._said else PUBLISH_NS):
-            self._published_ns, self._said = now_ns, said
+        still = idle and self.summary() == self._said
+        if now_ns - self._published_ns >= (IDLE_PUBLISH_NS if still else PUBLISH_NS):
+            self._published_ns, self._said = now_ns, self.summary()
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:

@@ -123,6 +123,7 @@ class Daemon:
             if now_ns - ticked_ns >= tick_ns:
                 ticked_ns = now_ns
                 housekeeping.tick(now_ns, idle=tick_ns == IDLE_TICK_NS)
+            # In each turn: an engine may come and go between two ticks.
             if idle.over(now_ns, engines=control.has_engines()):
                 self._log.info("daemon.idle", idle_s=config.exit_idle_s)
                 self._signals.note(signal.SIGTERM)

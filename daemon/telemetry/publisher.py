@@ -20,8 +20,7 @@ class Publisher:
 
     def __init__(self, board: Board, metrics: Metrics, status: Mapping[str, Any]) -> None:
         self.board, self.metrics = board, metrics
-        self._written: tuple[Mapping[str, Any], bytes] | None = None
-        self._status = dict(status)
+        self._status, self._shown = dict(status), dict[str, Any]()
         self._wake, self._stop = threading.Event(), False
         self._text, self._text_ns = b"", -REST_NS
         self._write()
@@ -52,8 +51,8 @@ class Publisher:
         metrics.show("ready", {(): health.ready})
         metrics.show("loop_age_seconds", {(): health.loop_age_s})
         metrics.show("call_age_seconds", {(call,): age_s for call, age_s in health.call_age_s.items()})
-        if metrics.changed or not health.ready or now_ns - self._text_ns >= REST_NS:
+        if news := metrics.changed or not health.ready or now_ns - self._text_ns >= REST_NS:
             self._text, self._text_ns = metrics.text(), now_ns
-        if self._written is None or status is not self._written[0] or self._text is not self._written[1]:
-            self._written = status, self._text
+        if news or status is not self._shown:
+            self._shown = status
             self.board.write(status, self._text)
