@@ -43,12 +43,12 @@ def generated(days: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([*page.overview([result for _, result in results]), "", *lines])
 
 
-def replaced(text: str, part: str) -> str:
+def replaced(text: str, part: str, begin: str = BEGIN) -> str:
     """`text` with `part` between the marks. Raises ValueError without exactly one pair of them."""
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(END)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise ValueError(f"the page needs one {BEGIN} and one {END}")
-    return pattern.sub(lambda _: f"{BEGIN}\n{part}{END}", text)
+        raise ValueError(f"the page needs one {begin} and one {END}")
+    return pattern.sub(lambda _: f"{begin}\n{part}{END}", text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import datetime
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -23,17 +22,17 @@ from benchmarks.bench import page, variants
 from benchmarks.bench.__main__ import ENVIRONMENT, FORMAT, PUBLISHED, WORK, write
 from benchmarks.bench.figures import point_figures, token_differences
 from benchmarks.bench.served import Daemon as Columns
-from benchmarks.bench.served import Requests, Served
+from benchmarks.bench.served import Served
 from benchmarks.bench.setting import MODEL, Setting
 from benchmarks.machine import command, machine
 from benchmarks.serve import trace
-from benchmarks.serve.server import Server, replay
+from benchmarks.serve.server import KEPT, Server, columns, replay
 from benchmarks.serve.trace import SHARED, TRACES
 from tests.lab import connectors, control, link, process
 from tests.lab.checkpoint import make_checkpoint
 from tests.lab.daemon import Daemon
 from tests.lab.engine import EngineSpec
-from tests.lab.interference import Interference, cpu_s
+from tests.lab.interference import Interference, children_s, cpu_s
 from tests.lab.link import LimitedLink
 from tests.lab.passes import percentile
 from tests.lab.prompts import make_prompts
@@ -51,8 +50,6 @@ QUESTIONS = {
     "conversation": "What does prefetch bring in Mooncake's conversations, through the HTTP server?",
     "agents": "What does prefetch bring in sessions of coding agents, through the HTTP server?",
 }
-KEPT = ("duration", "completed", "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms",
-        "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")  # fmt: skip
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -80,23 +77,8 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def columns(result: Mapping[str, Any]) -> tuple[Requests, dict[int, list[int]]]:
-    """The requests' figures out of what `vllm bench serve` saved, and their answers."""
-    requests, first = Requests(), min(result["start_times"])
-    for number, (start, ttft, itl) in enumerate(
-        zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
-    ):
-        requests.prompt.append(number)
-        requests.arrival_s.append(round(start - first, 5))
-        requests.first_token_s.append(round(start - first + ttft, 5))
-        requests.finished_s.append(round(start - first + ttft + sum(itl), 5))
-    return requests, {number: list(text.encode()) for number, text in enumerate(result["generated_texts"])}
-
-
 class Run:
     """One trace's run. `result` is whole at any moment: what was measured so far."""
-
-    live = False  # whether the store has only what was known before the slice, and engines save the rest
 
     def __init__(self, options: argparse.Namespace, some: trace.Slice) -> None:
         self._options, self._slice, self._begun = options, some, time.monotonic()
@@ -123,6 +105,11 @@ class Run:
             "rounds": {"wanted": options.rounds, "done": 0}, "left_out": {}, "problems": [], "points": [],
             "tokens": {"compared": 0, "different": {}},
         }  # fmt: skip
+
+    @property
+    def live(self) -> bool:
+        """Whether the store has only what was known before the slice, and engines save the rest."""
+        return False
 
     def close(self) -> None:
         """Remove its folder."""
@@ -263,10 +250,10 @@ class Run:
             lines = len(self._daemon.records("request.done"))
             helpers = [self._daemon.pid, self._store.master_pid, *self._store.node_pids]
             before = (cpu_s(server.pids), cpu_s(helpers), self._link.received_bytes)
-            others, begun, client = Interference(), time.monotonic(), _children_s()
+            others, begun, client = Interference(), time.monotonic(), children_s()
             served, told = self._replayed(server, variant, pace)
             # The client ended, so the processor time that it took counts as others', and is taken from that.
-            cores = max(0.0, others.cores() - (_children_s() - client) / (time.monotonic() - begun))
+            cores = max(0.0, others.cores() - (children_s() - client) / (time.monotonic() - begun))
             served.engine_cpu_s = round(cpu_s(server.pids) - before[0], 2)
             served.other_cpu_s = round(cpu_s(helpers) - before[1], 2)
             served.link_bytes = self._link.received_bytes - before[2]
@@ -306,12 +293,6 @@ class Run:
     def _compare(self) -> None:
         compared, different = token_differences(self._tokens)
         self.result["tokens"] = {"compared": compared, "different": different}
-
-
-def _children_s() -> float:
-    """CPU seconds of processes that this one started and saw end."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def shown(result: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.bench import variants
+from benchmarks.bench.figures import ttft_s
 from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import MODEL
 from benchmarks.serve.__main__ import BLOCK, Run, main, seeded
@@ -108,7 +109,7 @@ class InProcess(Run):
     """A run whose servers are engines of this process."""
 
     @property
-    def live(self) -> bool:  # type: ignore[override]
+    def live(self) -> bool:
         return variants.SESSIONS in self._chosen
 
     def run(self) -> None:
@@ -170,23 +171,31 @@ class InProcess(Run):
         return served, {"counts": counts, "verdicts": verdicts, **waits}
 
 
-def pairs(passes: Sequence[Mapping[str, Any]], variant: str, beside: str, *, returning: bool = False) -> list[float]:
-    """Return variant / another one, means to the first token, of passes in the order of their speed."""
-    by_speed: dict[str, list[tuple[float, float]]] = {}
-    for each in passes:
-        times = each["requests"]
-        mean = statistics.fmean(b - a for a, b in zip(times["arrival_s"], times["first_token_s"], strict=True))
-        mean = each["counts"].get("returning_s", mean) if returning else mean
-        by_speed.setdefault(each["variant"], []).append((each["counts"]["admission_s"], mean))
-    ours, other = (sorted(by_speed.get(name, [])) for name in (variant, beside))
-    return [a[1] / b[1] for a, b in zip(ours, other, strict=False)]
+def by_speed(passes: Sequence[Mapping[str, Any]], variant: str) -> list[Mapping[str, Any]]:
+    """Return the passes of a variant, the fastest first."""
+    return sorted(
+        (each for each in passes if each["variant"] == variant), key=lambda each: each["counts"]["admission_s"]
+    )
+
+
+def pairs(passes: Sequence[Mapping[str, Any]], variant: str, beside: str, *, back: bool = False) -> list[float]:
+    """Return variant / another one, means to the first token, of passes in the order of their speed.
+
+    `back`: of requests that came back alone, where they were measured.
+    """
+
+    def mean_s(passed: Mapping[str, Any]) -> float:
+        mean = statistics.fmean(ttft_s(passed))
+        return float(passed["counts"].get("returning_s", mean)) if back else mean
+
+    both = zip(by_speed(passes, variant), by_speed(passes, beside), strict=False)
+    return [mean_s(ours) / mean_s(other) for ours, other in both]
 
 
 def over_least(point: Mapping[str, Any], variant: str) -> list[float]:
     """Return requests waiting x s of a variant over that of max(W, F), of passes in the order of their speed."""
     bytes_per_s = point["setting"]["link_mbit"] * 125_000
-    ordered = sorted(point["passes"], key=lambda each: each["counts"]["admission_s"])
-    ours, local = ([each for each in ordered if each["variant"] == name] for name in (variant, variants.LOCAL))
+    both = zip(by_speed(point["passes"], variant), by_speed(point["passes"], variants.LOCAL), strict=False)
     return [
         sum(mine["waits_s"])
         / least_wait_s(
@@ -194,7 +203,7 @@ def over_least(point: Mapping[str, Any], variant: str) -> list[float]:
             list(zip(mine["requests"]["arrival_s"], mine["fetches"], strict=True)),
             bytes_per_s,
         )
-        for mine, ideal in zip(ours, local, strict=False)
+        for mine, ideal in both
     ]
 
 
@@ -203,7 +212,7 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
     for point in result["points"]:
         live = any("returning_s" in each["counts"] for each in point["passes"])
         for (variant, beside), back in product(PAIRED, (False, True) if live else (False,)):
-            if ratios := pairs(point["passes"], variant, beside, returning=back):
+            if ratios := pairs(point["passes"], variant, beside, back=back):
                 yield (
                     f"at {point['at']:g} of capacity: mean{' of returning requests' if back else ''} of {variant} / "
                     f"{beside} in {len(ratios)} pairs of like speed: median {statistics.median(ratios):.2f}, "

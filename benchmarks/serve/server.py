@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.served import Requests
 from tests.lab import process
 from tests.lab.engine import EngineSpec
 from tests.lab.programs import Programs, StartError
@@ -25,6 +27,9 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 ANSWER_S = 120.0
+# What is kept of its figures.
+KEPT = ("duration", "completed", "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms",
+        "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")  # fmt: skip
 
 
 class Server(Programs):
@@ -110,3 +115,16 @@ def replay(
     if failed := [error for error in result["errors"] if error]:
         raise StartError(f"{len(failed)} of {count} requests failed, the first with {failed[0][-300:]!r}")
     return result
+
+
+def columns(result: Mapping[str, Any]) -> tuple[Requests, dict[int, list[int]]]:
+    """The requests' figures out of what `vllm bench serve` saved, and their answers."""
+    requests, first = Requests(), min(result["start_times"])
+    for number, (start, ttft, itl) in enumerate(
+        zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
+    ):
+        requests.prompt.append(number)
+        requests.arrival_s.append(round(start - first, 5))
+        requests.first_token_s.append(round(start - first + ttft, 5))
+        requests.finished_s.append(round(start - first + ttft + sum(itl), 5))
+    return requests, {number: list(text.encode()) for number, text in enumerate(result["generated_texts"])}

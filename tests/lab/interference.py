@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,3 +47,9 @@ class Interference:
             for now, then in zip((time.monotonic(), _machine_busy_s(), cpu_s(ours())), self._begun, strict=True)
         )
         return max(0.0, busy - own) / seconds if seconds > 0 else 0.0
+
+
+def children_s() -> float:
+    """CPU seconds of processes that this one started and saw end."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
