@@ -76,6 +76,7 @@ class World:
         os.environ[VARIABLE] = str(scratch / "faults")
         self._seed = 1_000_000 * seed
         self._judge = auditor.Auditor()
+        self.without_link = link.available()  # why there is none: then faults of it cannot be
 
     def __enter__(self) -> World:
         enter = self._undo.enter_context
@@ -84,7 +85,7 @@ class World:
             self._spec = EngineSpec(model=model, prepare="tests.faults.points:install")
             self._template = enter(Template(self._spec.environment()))
             self._plain = enter(Engine(EngineSpec(model=model), template=self._template))
-            self._link = enter(LimitedLink(rate_mbit=LINK_MBIT)) if link.available() is None else None
+            self._link = enter(LimitedLink(rate_mbit=LINK_MBIT)) if self.without_link is None else None
             self.store = enter(Store(memory="512 MB", link=self._link))
             extra = ("--save-share", "0.5", "--call-timeout-ms", "2000")
             self.daemon = Daemon(mooncake_config=self.store.config, staging=STAGING, extra=extra)
@@ -193,7 +194,8 @@ class World:
             if fault.kind == "kill" and fault.victim not in OF_STORE and verdict.reached:
                 self._judge_notice(pid, verdict)
             if fault.victim == "daemon" and fault.kind == "kill" and verdict.reached:
-                self._daemon_again()
+                self.daemon.sigkill()  # it is dead: that is noted, and waited for
+                self.daemon.start()
             self._judge_pass(self.second, self.second.right, fault, verdict, neighbour=True)
             self._judge_pass(self.first, expected, fault, verdict, neighbour=False)
         return verdict
@@ -217,35 +219,31 @@ class World:
         def passing() -> None:
             while not self.trigger.fired and not ended.wait(0.002):
                 pass
-            if self._link is not None and fault.victim == "link":
-                self._disturb(self._link, fault.kind)
+            if fault.victim == "link":
+                self._disturb(fault.kind)
             ended.wait(fault.seconds)
-            if self._link is not None and fault.victim == "link":
-                self._disturb(self._link, "")
-            elif fault.victim != "link":
+            if fault.victim == "link":
+                self._disturb("")
+            else:
                 with suppress(ProcessLookupError):
                     os.kill(self.trigger.pid, signal.SIGCONT)
 
+        if fault.kind == "kill":
+            yield
+            return
         thread = threading.Thread(target=passing, name="passing")
-        if fault.kind != "kill":
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if fault.kind != "kill":
-                thread.join()
+            thread.join()
 
-    @staticmethod
-    def _disturb(link: LimitedLink, kind: str) -> None:
-        """Cut the link, let it crawl, or mend it."""
-        if kind == "crawl":
-            link.limit(CRAWL_MBIT)
-        elif kind == "cut":
-            link.cut()
-        else:
-            link.cut(down=False)
-            link.limit(LINK_MBIT)
+    def _disturb(self, kind: str) -> None:
+        """Cut the link, let it crawl, or have it as it was."""
+        if self._link is not None:
+            self._link.cut(down=kind == "cut")
+            self._link.limit(CRAWL_MBIT if kind == "crawl" else LINK_MBIT)
 
     def _judge_notice(self, pid: int, verdict: Verdict) -> None:
         """The other side knows of a death soon after the kernel has ended the process, which takes a while itself."""
@@ -264,11 +262,6 @@ class World:
         late_s = LOOKED_S[fault.victim] + self._slack_s
         if not poll(lambda: not self.client.health().well, late_s, pause_s=0.1):
             verdict.untrue.append(f"ready although the {fault.victim} is down")
-
-    def _daemon_again(self) -> None:
-        self.daemon.wait_exit()
-        auditor.KILLED.add(self.daemon.socket)
-        self.daemon.start()
 
     def _judge_pass(
         self, site: Site, right: Sequence[list[int]], fault: Fault, verdict: Verdict, *, neighbour: bool

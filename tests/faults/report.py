@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import versions
+from benchmarks.report import replaced
 from tests.faults.faults import FAULTS, Verdict
 from tests.faults.points import POINTS
 from tests.lab.process import REPO
 
 PAGE = REPO / "docs" / "RELIABILITY.md"
-BEGIN, END = "<!-- begin: make faults -->", "<!-- end -->"
+BEGIN = "<!-- begin: make faults -->"
 COLUMNS = ("wrong tokens", "hung or failed requests", "leaks", "neighbours hurt", "untrue")
 
 
@@ -60,10 +61,6 @@ def lines(rows: Sequence[Mapping[str, Any]], seconds: float, commit: str, day: s
 
 def write(rows: Sequence[Mapping[str, Any]], seconds: float, page: Path = PAGE) -> None:
     """Put the campaign's outcome into the page."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    text = page.read_text()
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    commit = versions()["commit"]
     made = "\n".join(lines(rows, seconds, commit, time.strftime("%Y-%m-%d")))
-    page.write_text(f"{text[:begin]}\n{made}\n{text[end:]}")
+    page.write_text(replaced(page.read_text(), f"{made}\n", BEGIN))

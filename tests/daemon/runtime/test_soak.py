@@ -17,6 +17,7 @@ from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.auditor import Auditor
+from tests.support.descriptors import targets
 from tests.support.engine_side import Key
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.waiting import eventually
@@ -92,7 +93,7 @@ class Soaked:
 def held(pid: int) -> tuple[int, int, int]:
     """Return a process's private memory (KiB), descriptors and threads."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
+    return int(status["RssAnon"].split()[0]), len(targets(pid)), int(status["Threads"])
 
 
 @pytest.mark.parametrize(
