@@ -24,7 +24,7 @@ from kvprefetch.shmring.gpu import cuda
 from tests.gpu.rows import row
 
 HERE = Path(__file__).resolve().parent
-FILES = ("test_memory.py", "test_daemon.py", "test_copies.py", "test_speed.py")
+FILES = ("test_memory.py", "test_daemon.py", "test_copies.py", "test_engines.py", "test_speed.py")
 # A machine with a GPU brings its own pytest: without its plugins, and without this checkout's configuration.
 PYTEST = (
     *("-m", "pytest", "-c", "/dev/null", "--rootdir=.", "--import-mode=importlib"),

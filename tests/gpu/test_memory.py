@@ -46,7 +46,10 @@ def stream(device: Device) -> Iterator[Stream]:
 
 @pytest.fixture
 def exporter(peer: Start) -> Peer:
-    return peer()
+    """Another process, whose context is there: it takes some of the device's memory."""
+    made = peer()
+    made.ask("nothing")
+    return made
 
 
 @pytest.fixture
