@@ -1,8 +1,8 @@
 """A GPU through cupy: found by UUID, its memory allocated, exported and imported, host memory registered, work queued.
 
-Not tried on hardware yet: the code rests on CUDA's documentation, and tests run it on a fake driver
-(tests/support/fakecuda), which keeps CUDA's rules.  The device is current per thread, so each call sets it first.
-Only raw calls of cupy are used: its memory pools would keep memory that others map.  Other calls: driver.py.
+Tests run it on a GPU (tests/gpu), and always on a fake driver that keeps CUDA's rules (tests/support/fakecuda).  The
+device is current per thread, so each call sets it first.  Only raw calls of cupy are used: its memory pools would keep
+memory that others map.  Other calls: driver.py.
 
 Memory for another process has a descriptor, which carries the right to map it; the memory lives until every process
 has given up its mapping, its handle and its descriptors, or ended.  With unified addressing, registered host memory has
