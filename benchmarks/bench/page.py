@@ -197,7 +197,7 @@ def section(result: Result, folder: str) -> list[str]:
     return [
         f"### {title(result)}",
         "",
-        f"![{result['question']}]({folder}/{name}.svg)",
+        f"![Chart of {name}]({folder}/{name}.svg)",
         "",
         *table,
         *reading(result),

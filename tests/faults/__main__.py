@@ -27,8 +27,8 @@ def main() -> int:
         for number, fault in enumerate(faults(chosen.runs, chosen.seed), start=1):
             if time.monotonic() - began > 60 * chosen.minutes:
                 break
-            if fault.victim == "link" and world.without_link is not None:
-                print(f"{number}: {fault.victim} {fault.kind} left out: {world.without_link}")
+            if (why := world.cannot(fault)) is not None:
+                print(f"{number}: {fault.victim} {fault.kind} left out: {why}")
                 continue
             verdict = world.run(fault)
             rows.append(verdict.row())

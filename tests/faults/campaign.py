@@ -8,14 +8,18 @@ and both engines have their hits back.
 from __future__ import annotations
 
 import os
+import resource
+import select
 import shutil
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvprefetch.client import Client
 from tests.faults.faults import OF_ENGINE, OF_STORE, SIGNALS, Fault, Verdict
@@ -34,6 +38,8 @@ from tests.support import auditor
 from tests.support.waiting import poll
 
 LINK_MBIT, CRAWL_MBIT = 200.0, 0.5
+LOST_PERCENT = 10
+STORM = 3  # deaths of the daemon in a row
 STEP_S = 0.25  # that a step may take longer than the longest one without a fault
 NOTICED_MS = 100.0
 REACHED_S = 20.0
@@ -76,7 +82,7 @@ class World:
         os.environ[VARIABLE] = str(scratch / "faults")
         self._seed = 1_000_000 * seed
         self._judge = auditor.Auditor()
-        self.without_link = link.available()  # why there is none: then faults of it cannot be
+        self._without_link = link.available()
 
     def __enter__(self) -> World:
         enter = self._undo.enter_context
@@ -85,7 +91,7 @@ class World:
             self._spec = EngineSpec(model=model, prepare="tests.faults.points:install")
             self._template = enter(Template(self._spec.environment()))
             self._plain = enter(Engine(EngineSpec(model=model), template=self._template))
-            self._link = enter(LimitedLink(rate_mbit=LINK_MBIT)) if self.without_link is None else None
+            self._link = enter(LimitedLink(rate_mbit=LINK_MBIT)) if self._without_link is None else None
             self.store = enter(Store(memory="512 MB", link=self._link))
             extra = ("--save-share", "0.5", "--call-timeout-ms", "2000")
             self.daemon = Daemon(mooncake_config=self.store.config, staging=STAGING, extra=extra)
@@ -161,6 +167,12 @@ class World:
         self._seed += 1
         return make_prompts(4, 300, seed=self._seed)
 
+    def cannot(self, fault: Fault) -> str | None:
+        """Why this machine cannot have the fault, or None if it can."""
+        if fault.victim == "link" and self._without_link is not None:
+            return self._without_link
+        return "nft is not installed (package nftables)" if fault.kind == "lossy" and not shutil.which("nft") else None
+
     # --- a run ------------------------------------------------------------------------------------------------------
 
     def run(self, fault: Fault) -> Verdict:
@@ -183,6 +195,7 @@ class World:
                 self.daemon.launch()
             pid = self._pid(fault.victim)
             nth = 1 + int(fault.depth * self._passages.get(fault.point, 0)) if fault.point is not None else 1
+            ended = os.pidfd_open(pid)
             self.trigger.arm(fault.point, pid, SIGNALS.get(fault.kind, 0), nth)
             self.first.begin(new)
             self.second.begin()
@@ -192,10 +205,12 @@ class World:
             verdict.reached = poll(lambda: self.trigger.fired, REACHED_S, pause_s=0.002)
             self._judge_health(fault, verdict)
             if fault.kind == "kill" and fault.victim not in OF_STORE and verdict.reached:
-                self._judge_notice(pid, verdict)
-            if fault.victim == "daemon" and fault.kind == "kill" and verdict.reached:
-                self.daemon.sigkill()  # it is dead: that is noted, and waited for
-                self.daemon.start()
+                self._judge_notice(ended, verdict)
+            os.close(ended)
+            if fault.victim == "daemon" and fault.kind in ("kill", "storm") and verdict.reached:
+                for _ in range(STORM if fault.kind == "storm" else 1):
+                    self.daemon.sigkill()  # where it is dead that is noted, and waited for
+                    self.daemon.start()
             self._judge_pass(self.second, self.second.right, fault, verdict, neighbour=True)
             self._judge_pass(self.first, expected, fault, verdict, neighbour=False)
         return verdict
@@ -219,35 +234,47 @@ class World:
         def passing() -> None:
             while not self.trigger.fired and not ended.wait(0.002):
                 pass
-            if fault.victim == "link":
-                self._disturb(fault.kind)
-            ended.wait(fault.seconds)
-            if fault.victim == "link":
-                self._disturb("")
-            else:
-                with suppress(ProcessLookupError):
-                    os.kill(self.trigger.pid, signal.SIGCONT)
+            with self._disturbed(fault):
+                ended.wait(fault.seconds)
 
-        if fault.kind == "kill":
+        if fault.kind in ("kill", "storm"):
             yield
             return
-        thread = threading.Thread(target=passing, name="passing")
-        thread.start()
-        try:
+        with ThreadPoolExecutor(1) as pool:
+            over = pool.submit(passing)
+            try:
+                yield
+            finally:
+                ended.set()
+            over.result()
+
+    @contextmanager
+    def _disturbed(self, fault: Fault) -> Iterator[None]:
+        """Have the fault for the length of the block; a victim that stands still does so already."""
+        pid, files, link = self.trigger.pid, resource.RLIMIT_NOFILE, self._link
+        if link is not None and fault.victim == "link":
+            ways: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
+                "cut": (link.cut, {"down": True}, {"down": False}),
+                "crawl": (link.limit, {"rate_mbit": CRAWL_MBIT}, {"rate_mbit": LINK_MBIT}),
+                "lossy": (link.lose, {"percent": LOST_PERCENT}, {"percent": 0}),
+            }
+            change, bad, good = ways[fault.kind]
+            change(**bad)
             yield
-        finally:
-            ended.set()
-            thread.join()
+            change(**good)
+            return
+        before = resource.prlimit(pid, files)
+        if fault.kind == "starve":
+            used = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir())  # poll() takes no less
+            resource.prlimit(pid, files, (used + 1, before[1]))
+        yield
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, files, before)
+            os.kill(pid, signal.SIGCONT)
 
-    def _disturb(self, kind: str) -> None:
-        """Cut the link, let it crawl, or have it as it was."""
-        if self._link is not None:
-            self._link.cut(down=kind == "cut")
-            self._link.limit(CRAWL_MBIT if kind == "crawl" else LINK_MBIT)
-
-    def _judge_notice(self, pid: int, verdict: Verdict) -> None:
-        """The other side knows of a death soon after the kernel has ended the process, which takes a while itself."""
-        process.wait_gone([pid])
+    def _judge_notice(self, ended: int, verdict: Verdict) -> None:
+        """The other side knows of a death soon after the kernel has ended the process, its last thread too."""
+        select.select([ended], [], [], 15.0)
         gone_ns = time.monotonic_ns()
         late = poll(lambda: self.trigger.noticed_ns, 2.0 + self._slack_s, pause_s=0.005)
         verdict.noticed_ms = max(0.0, (late - gone_ns) / 1e6) if late else None
@@ -256,8 +283,9 @@ class World:
 
     def _judge_health(self, fault: Fault, verdict: Verdict) -> None:
         """While the daemon or the master is down, the daemon's picture says so."""
-        stands_still = fault.kind == "stop" and fault.seconds <= LOOKED_S["daemon"]
-        if not verdict.reached or fault.victim not in LOOKED_S or stands_still or (fault.victim, fault.kind) == QUIET:
+        shortly = fault.kind == "stop" and fault.seconds <= LOOKED_S["daemon"]
+        down = fault.victim in LOOKED_S and fault.kind in SIGNALS and (fault.victim, fault.kind) != QUIET
+        if not verdict.reached or shortly or not down:
             return
         late_s = LOOKED_S[fault.victim] + self._slack_s
         if not poll(lambda: not self.client.health().well, late_s, pause_s=0.1):
@@ -337,7 +365,10 @@ class World:
         self.first.engine = self._engine(own_worker=True)
 
     def _store_again(self, victim: str) -> None:
-        """A new master; with it a new storage node, as the old master would count on the dead one's values."""
+        """A new master; with it a new storage node, as the old master would count on the dead one's values.
+
+        A new daemon, too: what its staging alone still has would not be stored again, and be lost at any later time.
+        """
         if victim == "storage node":
             self.store.kill_nodes()
         self.store.kill_master()
@@ -346,3 +377,5 @@ class World:
             self.store.start_node()
         else:
             self.store.start_master()
+        self.daemon.sigkill()
+        self.daemon.start()

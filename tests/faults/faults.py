@@ -12,8 +12,11 @@ from tests.faults.points import POINTS, Point
 
 OF_ENGINE, OF_STORE = ("scheduler", "worker"), ("master", "storage node")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-# What happens to each victim.
-FAULTS = {victim: tuple(SIGNALS) for victim in (*OF_ENGINE, "daemon", *OF_STORE)} | {"link": ("cut", "crawl")}
+# What happens to each victim. storm: killed and started three times in a row; starve: it may open no descriptor.
+FAULTS = {victim: tuple(SIGNALS) for victim in (*OF_ENGINE, *OF_STORE)} | {
+    "daemon": (*SIGNALS, "storm", "starve"),
+    "link": ("cut", "crawl", "lossy"),
+}
 STOPPED_S = (1.0, 8.0)
 
 

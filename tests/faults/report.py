@@ -42,7 +42,10 @@ def lines(rows: Sequence[Mapping[str, Any]], seconds: float, commit: str, day: s
     yield f"{len(rows)} runs in {seconds / 60:.0f} minutes, {day}, commit {commit}: {outcome}."
     yield ""
     kinds = [(victim, kind) for victim, kinds in FAULTS.items() for kind in kinds]
-    said = {"kill": "is killed", "stop": "stands still", "cut": "is cut", "crawl": "crawls"}
+    said = {
+        "kill": "is killed", "storm": "is killed three times", "stop": "stands still", "starve": "may open no file",
+        "cut": "is cut", "crawl": "crawls", "lossy": "loses a tenth of its packets",
+    }  # fmt: skip
     yield from table(
         "victim",
         [

@@ -31,18 +31,20 @@ def world() -> Iterator[World]:
     [
         Fault("daemon", "kill", AT["blocks claimed"]),
         Fault("daemon", "stop", AT["fetch ended"], seconds=1.0),
-        Fault("daemon", "kill", AT["segments handed over"]),
+        Fault("daemon", "storm", AT["segments handed over"]),
+        Fault("daemon", "starve", AT["hint read"], seconds=1.0),
         Fault("worker", "kill", AT["load begun"]),
         Fault("scheduler", "kill", AT["put begun"]),
         Fault("master", "stop", AT["store asked"], depth=0.3, seconds=1.0),
         Fault("link", "cut", AT["fetch begun"], depth=0.3, seconds=2.0),
+        Fault("link", "lossy", AT["fetch begun"], depth=0.3, seconds=2.0),
         Fault("storage node", "stop", AT["fetch begun"], depth=0.3, seconds=1.0),
     ],
     ids=lambda fault: f"{fault.victim} {fault.kind} at {fault.where}",
 )
 def test_a_fault_breaks_no_promise(world: World, fault: Fault) -> None:
-    if fault.victim == "link" and world.without_link is not None:
-        pytest.skip(world.without_link)
+    if (why := world.cannot(fault)) is not None:
+        pytest.skip(why)
     assert world.run(fault).failures == []
 
 

@@ -120,6 +120,12 @@ class LimitedLink:
         """Let no packet through, and let neither side know; `down` False: let them through again."""
         _run(*self.in_namespace(["ip", "link", "set", "far0", "down" if down else "up"]))
 
+    def lose(self, percent: int) -> None:
+        """Let so many of a hundred packets vanish from now on, in both directions. Needs `nft`."""
+        rule = f"priority 0; numgen random mod 100 < {percent} drop;" if percent else "priority 0;"
+        chains = "".join(f"chain {hook} {{ type filter hook {hook} {rule} }}\n" for hook in ("input", "output"))
+        _run(*self.in_namespace(["nft", f"flush ruleset\ntable inet lost {{\n{chains}}}\n"]))
+
     @property
     def received_bytes(self) -> int:
         """What came from the far side so far, headers included."""

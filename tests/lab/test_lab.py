@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from tests.lab import link, process
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.template import Template, TemplateError
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, poll
 
 
 def test_a_checkpoint_is_the_same_bytes_every_time(tmp_path: Path) -> None:
@@ -67,6 +69,34 @@ def test_a_limited_link_carries_so_much_and_leaves_nothing(tmp_path: Path) -> No
     listed = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     assert namespace not in listed
     assert not Path("/run/netns", namespace).exists()
+
+
+def test_a_lossy_link_loses_packets_until_it_does_not(tmp_path: Path) -> None:
+    import socket
+
+    if why_not := link.available():
+        pytest.skip(why_not)
+    if shutil.which("nft") is None:
+        pytest.skip("nft is not installed (package nftables)")
+    with link.LimitedLink() as limited, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        serve = (
+            "import socket, sys; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind((sys.argv[1], 7002))\n"
+            "print('up', flush=True)\nwhile True: s.recv(10); print('got', flush=True)"
+        )
+        log = tmp_path / "log"
+        receiver = limited.run_in_ns([sys.executable, "-c", serve, limited.remote_ip], log=log)
+        try:
+            assert poll(lambda: "up" in log.read_text(), 10)
+            for percent, arrived in ((50, range(1, 200)), (0, range(200, 201))):
+                limited.lose(percent)
+                before = log.read_text().count("got")
+                for _ in range(200):
+                    sender.sendto(b"x", (limited.remote_ip, 7002))
+                    time.sleep(0.001)
+                poll(lambda before=before: log.read_text().count("got") - before >= 200, 1)  # type: ignore[misc]
+                assert log.read_text().count("got") - before in arrived
+        finally:
+            process.reap(receiver)
 
 
 def _receive_seconds(address: str, log: Path, size: int) -> float:
