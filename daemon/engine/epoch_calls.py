@@ -21,6 +21,7 @@ from . import transfers
 from .epoch_parts import EpochParts
 from .lookups import Answer, Batch, Lost
 from .promoter import DeviceJob
+from .reasons import LOST
 from .saver import Put
 from .sessions import Chain, Due
 
@@ -133,7 +134,10 @@ class EpochCalls:
             parts.channel.table.set_found(request.key[0], choice.blocks)
             if answer.again:
                 continue
-            missing = None if answer.unavailable else parts.reasons.missing(choice.missing, store.aside)
+            missing = None
+            if not answer.unavailable:
+                missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
+                parts.counters.add("lost_values", missing.why == LOST)
             disk = sum(choice.on_disk[request.issued :])
             work = parts.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
             parts.traces.looked_up(request, choice.blocks, now_ns, missing, work)

@@ -1,7 +1,7 @@
 """Why an engine's requests wait or miss: what the store gave meanwhile, whether staging had room, who lost a block.
 
 Pure, as the parts that it asks.  It remembers the blocks that were stored through this daemon: one that was stored and
-is not there was evicted since, or purged.
+is not there was evicted since, or purged, or the store lost it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..work.rates import Rates
 
 ENTRIES = 1 << 19  # 2 MiB
 NAMESPACES = 16  # the last used
+LOST = "lost"
 _OF_A_NODE = (ErrorClass.TRANSFER, ErrorClass.UNDER_WAY)
 
 
@@ -94,12 +95,15 @@ class Reasons:
         starved_ns = self._starved_ns[lane] + (now_ns - since_ns if since_ns else 0)
         return Work(lane, *meter.total(now_ns), starved_ns, meter.known.get("hour"))
 
-    def missing(self, name: bytes, aside: Collection[str]) -> Missing:
-        """Say why the store lacks this block, while it sets the storage nodes `aside`; nothing for none."""
+    def missing(self, name: bytes, aside: Collection[str], *, keeps: bool = False) -> Missing:
+        """Say why the store lacks this block, while it sets the storage nodes `aside`; nothing for none.
+
+        `keeps`: the store neither evicted a value, nor was told to remove one.
+        """
         if not name:
             return Missing()
         if name in self.stored:
-            return Missing("storage_node", owners=_names(aside)) if aside else Missing("evicted")
+            return Missing("storage_node", owners=_names(aside)) if aside else Missing(LOST if keeps else "evicted")
         if namespace := self._histories.holder(name, self._uid, self.stored):
             return Missing("other_namespace", namespace)
         return Missing("never_stored")

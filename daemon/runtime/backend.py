@@ -90,6 +90,8 @@ class Backend:
         if self.master is not None:
             snapshot.disk_fault = self.master.disk_fault()
             snapshot.fill = self.master.fill()
+            if self.store is not None:
+                self.store.evicts = snapshot.fill is None or snapshot.fill.evicts
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""

@@ -60,6 +60,8 @@ class Store(Connection):
         self._flushing = threading.Lock()  # around `_unflushed`
         self._joining = threading.Lock()  # around the memory that a client registers before it admits calls
         self._areas: dict[int, int] = {}  # bytes by address, until it joins
+        self._removed = False
+        self.evicts = True  # whether the master evicts; False only where it says so (fill.py)
         self.refused: set[int] = set()  # addresses of memory that it refused then
 
     def adopt(self, joined: Joined) -> None:
@@ -69,6 +71,11 @@ class Store(Connection):
         with self._joining:
             self.refused.update(at for at, size in self._areas.items() if joined.client.register_buffer(at, size))
             super().adopt(joined)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether every value that was put here must be there still: none was evicted, nor removed here."""
+        return not self.evicts and not self._removed
 
     @property
     def aside(self) -> frozenset[str]:
@@ -251,6 +258,7 @@ class Store(Connection):
         It takes as long as the master takes for so many keys, however full the store is.  The file that a disk has of a
         value stays, and the next start of the disk's owner finds it.  Raises StoreUnavailable.
         """
+        self._removed = True
         with self._local() as client, self._replicas.removal():
             results = [classify(code) for code in client.batch_remove(list(keys), True)]
         removed = results.count(ErrorClass.OK)

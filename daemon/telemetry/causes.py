@@ -44,6 +44,7 @@ class Cause(enum.Enum):
     PREFILL = "prefill", "long prefill", "the engine computed for {prefill} ms: {absent} blocks of it were nowhere."
     COPY = "copy", "copy", "all of it was there: its copy, and the step that did it, took {prefill} ms."
     EVICTED = "evicted", "evicted", "the store had its blocks and evicted them since, or they were purged."
+    LOST = "lost", "lost", "the store lost its blocks: they were stored, and neither evicted nor removed here."
     NAMESPACE = (
         "other_namespace",
         "other namespace",
@@ -67,6 +68,7 @@ _FAILED = {
 }
 _MISSING = {
     "evicted": Cause.EVICTED,
+    "lost": Cause.LOST,
     "other_namespace": Cause.NAMESPACE,
     "storage_node": Cause.NODE,
     "never_stored": Cause.COLD,

@@ -14,6 +14,7 @@ _LOGGED = (
     *("saved_again_blocks", "present_blocks", "lost_saves", "kept_bytes", "requests_taken_back", "promoted_blocks"),
     "device_blocks",
     "kept_blocks",
+    "lost_values",
 )
 
 

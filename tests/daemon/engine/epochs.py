@@ -71,6 +71,7 @@ class Answering:
 
     answering = True
     aside: frozenset[str] = frozenset()
+    keeps = False
 
 
 def make_epoch(

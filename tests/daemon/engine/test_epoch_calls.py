@@ -252,6 +252,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     store = SimpleNamespace(
         answering=True,
         aside=frozenset(),
+        keeps=False,
         exist=lambda keys: [False] * len(keys),
         media=media,
         put_from=lambda keys, *_: [OK] * len(keys),
@@ -274,6 +275,7 @@ def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> N
     store = SimpleNamespace(
         answering=True,
         aside=frozenset(),
+        keeps=False,
         exist=lambda keys: asked.extend(keys) or [False] * len(keys),
         put_from=lambda keys, *_: asked.extend(keys) or [OK] * len(keys),
     )
@@ -300,7 +302,7 @@ def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> N
 
 def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
     suspected: list[str] = []
-    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), suspect=suspected.append))
+    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), keeps=False, suspect=suspected.append))
     setup.want((0, 1), "a")
     [call] = setup.calls
     call.give_up()

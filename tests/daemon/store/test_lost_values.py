@@ -1,0 +1,107 @@
+"""Values that the store took and lost are told apart from those that it evicted, or that somebody removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.fill import StoreFill
+from kvprefetch.daemon.store.settings import MooncakeSettings
+from tests.daemon.store.test_fill import MIB, known, said, save
+from tests.daemon.stores import blocks, stored
+from tests.lab.daemon import Daemon, Record
+from tests.support.auditor import ask_daemon
+from tests.support.command import kvprefetchd
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.store
+
+
+def nowhere(engine: FakeEngine, daemon: Daemon, digests: list[bytes], name: str) -> Record:
+    """Ask for blocks that are not there; the request's line."""
+    assert engine.load(digests, name=name) is None
+
+    def line() -> Record | None:
+        return next((each for each in daemon.records("request.done") if each["request_id"] == name), None)
+
+    return eventually(line, what="the request's line")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Callable[[Daemon], Store]:
+    """other(daemon): another client of its store, which removes behind its back."""
+
+    def make(daemon: Daemon) -> Store:
+        settings: dict[str, Any] = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"127.0.0.1:{daemon.records('master.started')[0]['port']}",
+            "protocol": "tcp",
+            "mode": "standalone-store",
+            "global_segment_size": 0,
+        }
+        (tmp_path / "other.json").write_text(json.dumps(settings))
+        store = Store(MooncakeSettings.from_file(tmp_path / "other.json"), structlog.get_logger())
+        store.open()
+        return store
+
+    return make
+
+
+def test_a_value_that_is_gone_without_an_eviction_is_counted_as_lost(
+    serve: Callable[..., Daemon], other: Callable[[Daemon], Store]
+) -> None:
+    daemon = serve(memory="64MiB")
+    engine = FakeEngine(daemon.socket)
+    kept = blocks("kept", 2)
+    engine.save(kept)
+    stored(daemon, 2)
+    known(daemon, lambda store: store.memory_used_bytes > 0)
+    assert nowhere(engine, daemon, list(blocks("never", 1)), "never")["nowhere"] == "never_stored"
+    keys = json.loads(said(daemon, "store", "ls", "--json"))["keys"]
+    assert len(keys) == 2
+    behind = other(daemon)
+    assert behind.remove(keys) == (2, 0)
+    behind.close(goodbye=True)
+    line = nowhere(engine, daemon, list(kept), "lost")
+    assert (line["nowhere"], line["cause"]) == ("lost", "lost")
+    assert ask_daemon(daemon.socket).engines[0]["lost_values"] == 1
+    doctor = kvprefetchd("doctor", "--socket", daemon.socket)
+    assert "the store lost values that were stored: requests that missed them: 1" in doctor.stdout
+    engine.close()
+
+
+def test_what_is_evicted_or_purged_is_not_lost(serve: Callable[..., Daemon]) -> None:
+    daemon = serve(memory="16MiB", staging="16MiB")
+    engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
+    save(engine, daemon, 0, 24)
+    known(daemon, lambda store: store.evicts)
+    first = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
+    assert nowhere(engine, daemon, first[:1], "evicted")["nowhere"] == "evicted"
+    engine.close()
+
+    daemon = serve(memory="64MiB")
+    engine = FakeEngine(daemon.socket)
+    engine.save(blocks("kept", 1))
+    stored(daemon, 1)
+    said(daemon, "store", "purge", "--prefix", "u", "--yes")
+    assert nowhere(engine, daemon, list(blocks("kept", 1)), "purged")["nowhere"] == "evicted"
+    engine.close()
+
+
+def test_a_store_without_a_disk_evicts_from_memory_and_one_with_a_disk_from_the_disk() -> None:
+    memory, disk = StoreFill(memory_bytes=100), StoreFill(memory_bytes=100, disk_bytes=1000)
+    assert not memory.evicts
+    assert not disk.evicts
+    assert memory.model_copy(update={"memory_evicted_bytes": 1}).evicts
+    assert memory.model_copy(update={"memory_used_bytes": 90}).evicts
+    assert not disk.model_copy(update={"memory_evicted_bytes": 1, "memory_used_bytes": 100}).evicts
+    assert disk.model_copy(update={"disk_evictions": 1}).evicts
+    assert disk.model_copy(update={"disk_used_bytes": 900}).evicts
