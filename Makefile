@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ stress: setup ## the long tests: load and randomised faults
 
 faults: setup ## kill and stop each part at each step, 500 times, and judge the rest: ARGS="--minutes 20 --publish"
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+fuzz: setup ## change what others write, two minutes for each target: ARGS="control records --minutes 10"
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 gpu: links ## ten minutes on a CUDA device (PYTHON: with torch, cupy, numpy and pytest, no vLLM); ARGS=--fake rehearses
 	@$(ON_GPU) -m tests.gpu $(ARGS)

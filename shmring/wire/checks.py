@@ -38,7 +38,9 @@ class Packet(BaseModel):
 def first_error(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """Return the first problem of a failed validation in one line: key, bound, value; with the model both bounds."""
     item = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in item["loc"]) or "value"
+    key = _cut(".".join(str(part) for part in item["loc"])) or "value"
+    if item["type"] == "union_tag_invalid":
+        return f"type: should be one of {item['ctx']['expected_tags']}: type={shown(item['ctx']['tag'])}"
     text = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
     if model is not None and (field := model.model_fields.get(key)) and {"ge", "le"} & item.get("ctx", {}).keys():
         bounds = [getattr(each, name) for name in ("ge", "le") for each in field.metadata if hasattr(each, name)]
@@ -49,7 +51,10 @@ def first_error(error: ValidationError, model: type[BaseModel] | None = None) ->
 
 def shown(value: object) -> str:
     """Return a bad value for an error: as Python writes it, cut to SHOWN_CHARACTERS."""
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
