@@ -126,6 +126,12 @@ class Daemon:
         with self._changed:
             return [each for each in self._records if event is None or each.get("event") == event]
 
+    def forget(self) -> None:
+        """Drop what it printed so far."""
+        with self._changed:
+            self._lines.clear()
+            self._records.clear()
+
     def wait_record(self, event: str, *, count: int = 1, timeout_s: float = 10.0) -> Record | None:
         """Wait for the ``count``-th log record of ``event``; None if it did not come or the daemon ended."""
         deadline = time.monotonic() + timeout_s
