@@ -1,12 +1,13 @@
 """Keys of blocks in the store: what decides whose KV a value is.
 
-    [u<UID>@][cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@][g:WEIGHTS@]HASH
+    [u<UID>@][cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@][sum:xxh3@][g:WEIGHTS@]HASH
 
-Without the four optional parts this is, byte for byte, a key of vLLM's MooncakeStoreConnector.  The engine makes what
-is between the user and the weights, and the daemon adds these two: `u<UID>@` names the user of the engine, by the
-kernel's word, so engines of other users have other keys on every node of a cluster; `g:WEIGHTS@` names the weights
-since a reset (connector/resets.py).  HASH is a block's hash in hex digits.  All parts before it end with "@", which is
-no hex digit: so different prefixes have no key in common, and no engine can name a key of another user.
+Without the five optional parts this is, byte for byte, a key of vLLM's MooncakeStoreConnector.  The engine makes what
+is between the user and the checksum, and the daemon adds the others: `u<UID>@` names the user of the engine, by the
+kernel's word, so engines of other users have other keys on every node of a cluster; `sum:xxh3@` says that a value ends
+with a checksum of what is before; `g:WEIGHTS@` names the weights since a reset (connector/resets.py).  HASH is a
+block's hash in hex digits.  All parts before it end with "@", which is no hex digit: so different prefixes have no key
+in common, and no engine can name a key of another user.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def owner(uid: int, *, shared: bool) -> str:
     return "" if shared else f"u{uid}@"
 
 
-def whole_prefix(owner: str, key_prefix: str, weights: str) -> str:
-    """Return the whole prefix of a rank's keys."""
-    return f"{owner}{key_prefix}g:{weights}@" if weights else owner + key_prefix
+def whole_prefix(owner: str, key_prefix: str, weights: str, *, summed: bool = False) -> str:
+    """Return the whole prefix of a rank's keys. `summed`: of values with a checksum."""
+    return owner + key_prefix + ("sum:xxh3@" if summed else "") + (f"g:{weights}@" if weights else "")
 
 
 def name_of(prefix: str) -> str:

@@ -23,7 +23,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "daemon": (
         {"kv", "shmring"},
         {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli"}
-        | {"click", "posix_ipc", "waitress"},
+        | {"click", "posix_ipc", "waitress", "xxhash"},
     ),
     "client": ({"daemon", "shmring"}, {"pydantic"}),
 }
@@ -45,7 +45,7 @@ BORDERS: dict[str, tuple[str, ...]] = {
     "click": ("daemon/cli/*",),
     "waitress": ("daemon/door/__main__.py", "daemon/telemetry/web.py"),
     "cbor2": ("kv/hashing.py",),
-    "xxhash": ("kv/hashing.py",),
+    "xxhash": ("kv/hashing.py", "daemon/store/checksums.py"),
     "cupy": ("shmring/gpu/cuda.py",),
 }
 # Parts of ours that a file may import, whatever its folder allows.

@@ -136,6 +136,9 @@ class DaemonConfig(BaseModel):
     hints_token: Path | None = Field(
         default=None, description="file with the token that callers of that port send: Authorization: Bearer TOKEN"
     )
+    checksums: Literal["on", "off"] = Field(
+        default="off", description="on: each value has a checksum, which a fetch compares; other keys than without"
+    )
     sessions: Literal["on", "off"] = Field(
         default="off", description="on: prompts of sessions are kept, and staged before their next requests come"
     )

@@ -16,6 +16,7 @@ from ...shmring.segment import Segment
 from ...shmring.wire.attach import SchedulerInfo, WorkerInfo
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
+from ..store.checksums import SUM_BYTES
 from .device import DeviceStaging
 from .staging import HostStaging, slots_for
 
@@ -100,7 +101,9 @@ class EngineMemory:
             if device is not None:
                 undo.callback(device.close)
             layout, save_slots = layout_for(config, epoch, engine, device.slots if device is not None else 0)
-            staging = HostStaging(layout.slot_count, engine.block_bytes)
+            # Values of vLLM's own connector have none.
+            sum_bytes = SUM_BYTES if config.checksums == "on" and not engine.scheduler.upstream_keys else 0
+            staging = HostStaging(layout.slot_count, engine.block_bytes, sum_bytes)
             undo.callback(staging.close)
             if device is not None:
                 device.follow(staging)

@@ -38,10 +38,11 @@ class HostStaging:
     `lost`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  Nobody uses
     such a slot again, and with the first one the memory stays registered and mapped until the process ends.  The
     thread of a store call adds its slots before the call's result is known.  `page_bytes`: of a mapped page, the mean.
+    `sum_bytes`: with them, each slot has a checksum, behind all slots of its rank.
     """
 
-    def __init__(self, slot_count: int, block_bytes: Sequence[int]) -> None:
-        self.slot_count = slot_count
+    def __init__(self, slot_count: int, block_bytes: Sequence[int], sum_bytes: int = 0) -> None:
+        self.slot_count, self.sum_bytes = slot_count, sum_bytes
         self.block_bytes = list(block_bytes)
         self.lost: set[int] = set()
         self.page_bytes = 0
@@ -49,7 +50,7 @@ class HostStaging:
         self._registered: list[tuple[Store, int]] = []
         try:
             for size in self.block_bytes:
-                self.segments.append(Segment.sparse(slot_count * size))
+                self.segments.append(Segment.sparse(slot_count * (size + sum_bytes)))
         except BaseException:
             self.close()
             raise
@@ -102,6 +103,11 @@ class HostStaging:
     def addresses(self, slot: int) -> list[int]:
         """Return where the slot begins, per rank."""
         return [each.address + slot * size for each, size in zip(self.segments, self.block_bytes, strict=True)]
+
+    def sum_addresses(self, slot: int) -> list[int]:
+        """Return where the slot's checksum is, per rank."""
+        ends = zip(self.segments, self.block_bytes, strict=True)
+        return [each.address + self.slot_count * size + slot * self.sum_bytes for each, size in ends]
 
     def close(self) -> None:
         """Unregister and unmap, unless slots are lost; only when no store call names the memory."""

@@ -28,16 +28,17 @@ _AGAIN = (ErrorClass.NO_SPACE, ErrorClass.RETRY, ErrorClass.TRANSIENT, ErrorClas
 
 
 class _Values(NamedTuple):
-    """Values to read or write: for each its key, and where it lies in staging."""
+    """Values to read or write: for each its key, where it lies in staging, and its checksum, where there are any."""
 
     keys: list[str]
     slots: list[int]
     addresses: list[int]
     sizes: list[int]
+    sums: list[int]
 
     def at(self, indices: Sequence[int]) -> _Values:
         columns: Iterable[Any] = self
-        return _Values(*([column[i] for i in indices] for column in columns))
+        return _Values(*([column[i] for i in indices] if column else [] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,10 @@ class RankLayout:
     ) -> RankLayout:
         """Return the layout of ranks that `check_replicas` accepted. `owner`, `weights`: of their keys (keys.py)."""
         replicas = tuple((worker.replicas, worker.replica_index) for worker in workers)
-        ranks = [[whole_prefix(owner, each, weights) for each in worker.key_prefixes] for worker in workers]
+        summed = staging.sum_bytes > 0
+        ranks = [
+            [whole_prefix(owner, each, weights, summed=summed) for each in worker.key_prefixes] for worker in workers
+        ]
         written = {
             prefix: borders
             for worker, prefixes in zip(workers, ranks, strict=True)
@@ -101,10 +105,15 @@ class RankLayout:
         """Return (address of slot 0, bytes of a slot) of each rank."""
         return list(zip(self.staging.addresses(0), self.staging.block_bytes, strict=True))
 
-    def _filled(self, name: bytes, slot: int) -> list[tuple[int, int]]:
-        """Return the same of a rank that filled this slot, for each shard of the block."""
+    @cached_property
+    def _sum_places(self) -> list[int]:
+        """Return the address of the checksum of slot 0, of each rank."""
+        return self.staging.sum_addresses(0)
+
+    def _filled(self, name: bytes, slot: int) -> list[int]:
+        """Return a rank that filled this slot, for each shard of the block."""
         return [
-            self._places[next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])]
+            next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
             for ranks in self.of_block(name)
         ]
 
@@ -132,19 +141,20 @@ class RankLayout:
         """
         keys = self.keys([name for name, _ in blocks])
         if not saving and len(keys) == len(blocks):
-            first, size = self._places[0]
-            slots = [slot for _, slot in blocks]
-            return _Values(keys, slots, [first + slot * size for slot in slots], [size] * len(slots))
-        if saving:
-            parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
+            parts = [(slot, 0) for _, slot in blocks]
+        elif saving:
+            parts = [(slot, rank) for name, slot in blocks for rank in self._filled(name, slot)]
         else:
-            firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
-            parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1]]]
+            firsts = [[first for first, *_ in shards] for shards in self.shards]
+            parts = [(slot, rank) for name, slot in blocks for rank in firsts[name[-1]]]
+        places, sum_bytes = self._places, self.staging.sum_bytes
+        sum_places = self._sum_places if sum_bytes else []
         return _Values(
             keys,
             [slot for slot, _ in parts],
-            [base + slot * size for slot, (base, size) in parts],
-            [size for _, (_, size) in parts],
+            [places[rank][0] + slot * places[rank][1] for slot, rank in parts],
+            [places[rank][1] for _, rank in parts],
+            [sum_places[rank] + slot * sum_bytes for slot, rank in parts] if sum_bytes else [],
         )
 
 
@@ -231,7 +241,8 @@ def look_up(
         present = layout.joined(names, store.exist(layout.keys(names)))
         on_disk = bytearray(len(names))
         if media and (held := [at for at, there in enumerate(present) if there]):
-            where = store.media([layout.first_key(names[at]) for at in held], layout.staging.block_bytes[0])
+            size = layout.staging.block_bytes[0] + layout.staging.sum_bytes
+            where = store.media([layout.first_key(names[at]) for at in held], size)
             for at, medium in zip(held, where, strict=True):
                 present[at], on_disk[at] = medium is not None, medium == "disk"
     except StoreUnavailable:
@@ -252,11 +263,11 @@ def fetch(
     """
     values = layout.values(blocks)
 
-    def get_into(keys: list[str], addresses: list[int], sizes: list[int]) -> list[ErrorClass]:
+    def get_into(keys: list[str], addresses: list[int], sizes: list[int], sums: list[int]) -> list[ErrorClass]:
         if not layout.written:
-            return store.get_into(keys, addresses, sizes, get)
+            return store.get_into(keys, addresses, sizes, get, sums=sums)
         written = [layout.written.get(key.rpartition("@")[0] + "@") for key in keys]
-        return store.get_into(keys, addresses, sizes, get, written=written)
+        return store.get_into(keys, addresses, sizes, get, written=written, sums=sums)
 
     def read(values: _Values) -> list[ErrorClass]:
         return _move(layout, values, get_into)
@@ -296,7 +307,7 @@ def _all_ok(results: Sequence[ErrorClass]) -> bool:
 def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:
     """Get or put these values; slots that Mooncake may go on using are lost. Raises what the call raises."""
     try:
-        results = call(values.keys, values.addresses, values.sizes)
+        results = call(values.keys, values.addresses, values.sizes, values.sums)
     except StoreUnavailable:
         raise  # no transfer is under way
     except BaseException:

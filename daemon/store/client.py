@@ -16,6 +16,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from . import checksums
+from .checksums import SUM_BYTES
 from .connection import Connection
 from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
 from .give_up import UNDER_WAY, Move, move
@@ -128,12 +130,14 @@ class Store(Connection):
         get: Get | None = None,
         *,
         written: Sequence[Borders] = (),
+        sums: Sequence[int] = (),
     ) -> list[ErrorClass]:
         """Read each value to its address. Raises StoreUnavailable: then no transfer is under way.
 
         OK: exactly `size` bytes arrived, from a replica that lay there before and after (replicas.py).
-        CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it.  UNDER_WAY: the
-        caller must never use that memory again.
+        CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it; or the checksum,
+        which comes to its address of `sums`, is another one, and the value was removed.  UNDER_WAY: the caller must
+        never use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
         it gives this get up, and `get.dropped` when nobody wants it unless it has begun.  Each key may stand once: of
         two equal ones Mooncake fills the last destination only, and says OK for both.
@@ -142,10 +146,11 @@ class Store(Connection):
             return []
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
-        get, sleeping = get or Get(), self._sleeping
+        get, sleeping = get or Get(), None if sums else self._sleeping
+        corrupt: list[str] = []
         with self._call() as (client, attempt):
             until_ns = sleeping.leased_until_ns() if sleeping is not None else 0
-            before, code = self._replicas.read(client, keys), 0
+            before, code, len_sum = self._replicas.read(client, keys), 0, SUM_BYTES if sums else 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 if sleeping is None:
@@ -159,8 +164,13 @@ class Store(Connection):
             def block(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
                 get.begun = True
-                some_keys, some_sizes = [keys[i] for i in part], [sizes[i] for i in part]
-                codes = self._move(client.batch_get_into, some_keys, [addresses[i] for i in part], some_sizes)
+                some_keys, some_sizes = [keys[i] for i in part], [sizes[i] + len_sum for i in part]
+                if sums:
+                    places = [[addresses[i], sums[i]] for i in part]
+                    parts = [[sizes[i], SUM_BYTES] for i in part]
+                    codes = self._move(client.batch_get_into_multi_buffers, some_keys, places, parts)
+                else:
+                    codes = self._move(client.batch_get_into, some_keys, [addresses[i] for i in part], some_sizes)
                 code = codes[0]
                 return classify_get(client, some_keys, some_sizes, codes)
 
@@ -176,18 +186,34 @@ class Store(Connection):
                 theirs = [written[i] for i in good] if written else ()
                 for i in holed([addresses[i] for i in good], [sizes[i] for i in good], theirs):
                     results[good[i]] = ErrorClass.CORRUPT
+            if sums:
+                good = [i for i, each in enumerate(results) if each is ErrorClass.OK]
+                for at in checksums.wrong((addresses[i], sizes[i], sums[i]) for i in good):
+                    results[good[at]] = ErrorClass.CORRUPT
+                    corrupt.append(keys[good[at]])
+        if corrupt:
+            self.remove(corrupt)  # or each request would fetch it again
         return results
 
-    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+    def put_from(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], sums: Sequence[int] = ()
+    ) -> list[ErrorClass]:
         """Write each value; a key that exists keeps its value and counts as OK. Raises StoreUnavailable.
 
+        `sums`: where the checksum of each value may be written, with which the value then ends.
         UNDER_WAY: Mooncake may still read that memory, which must not change any more.
         NO_SPACE: memory is full of values not yet on disk or under lease; try again in about a second.
         """
         if not keys:
             return []
+        checksums.write(zip(addresses, sizes, sums, strict=False))
         with self._call() as (client, attempt):
-            codes = self._move(client.batch_put_from, keys, addresses, sizes)
+            if sums:
+                places = [list(each) for each in zip(addresses, sums, strict=True)]
+                parts = [[size, SUM_BYTES] for size in sizes]
+                codes = self._move(client.batch_put_from_multi_buffers, keys, places, parts)
+            else:
+                codes = self._move(client.batch_put_from, keys, addresses, sizes)
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         if self.disk:
@@ -197,7 +223,7 @@ class Store(Connection):
                     self._unflushed.popitem(last=False)
         return results
 
-    def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[Any], sizes: Sequence[Any]) -> list[int]:
         """Hand memory to Mooncake's blocking calls, here alone; see give_up.py."""
         codes = self._moving(move, call, keys, addresses, sizes)
         self._under_way |= UNDER_WAY in codes

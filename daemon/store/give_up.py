@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 GIVE_UP_NS = 55_000_000_000  # less than Mooncake's 60 s: a slot lost in vain is cheap, a wrong byte is not
 UNDER_WAY = -99_999  # our own code for a transfer that may still be under way
 
-Move = Callable[[list[str], list[int], list[int]], list[int]]  # Mooncake's batch_get_into or batch_put_from
+# Mooncake's batch_get_into or batch_put_from; with several buffers, lists of addresses and sizes.
+Move = Callable[[list[str], list[Any], list[Any]], list[int]]
 
 
 def clocks_ns() -> tuple[int, int]:
@@ -22,7 +24,7 @@ def clocks_ns() -> tuple[int, int]:
     return time.monotonic_ns(), time.time_ns()
 
 
-def move(call: Move, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def move(call: Move, keys: Sequence[str], addresses: Sequence[Any], sizes: Sequence[Any]) -> list[int]:
     """Make a batch call; return each key's code, UNDER_WAY for a failure in a call that Mooncake may have given up."""
     began = clocks_ns()
     codes = call(list(keys), list(addresses), list(sizes))

@@ -5,8 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
+
+from kvprefetch.daemon.store.client import Store
+from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.lab.daemon import Daemon
 from tests.support.fake_engine import BLOCK_BYTES
 from tests.support.waiting import eventually
@@ -23,18 +29,35 @@ def stored(daemon: Daemon, count: int) -> None:
     eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
 
 
+@contextmanager
+def another_client(daemon: Daemon, folder: Path) -> Iterator[Store]:
+    """Another client of the daemon's embedded store, which does things behind its back."""
+    config = folder / "another.json"
+    master = f"127.0.0.1:{daemon.records('master.started')[0]['port']}"
+    config.write_text(json.dumps(_settings(master)))
+    store = Store(MooncakeSettings.from_file(config), structlog.get_logger())
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
 def absent_cluster(folder: Path, *, metadata_server: str = "P2PHANDSHAKE", master: str = "") -> Path:
     """Return the JSON file of a cluster with an absent `master`: by default a local port without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     config = folder / "mooncake.json"
-    settings = {
+    config.write_text(json.dumps(_settings(master or f"127.0.0.1:{port}", metadata_server)))
+    return config
+
+
+def _settings(master: str, metadata_server: str = "P2PHANDSHAKE") -> dict[str, str | int]:
+    return {
         "metadata_server": metadata_server,
-        "master_server_address": master or f"127.0.0.1:{port}",
+        "master_server_address": master,
         "protocol": "tcp",
         "mode": "standalone-store",
         "global_segment_size": 0,
     }
-    config.write_text(json.dumps(settings))
-    return config

@@ -58,7 +58,7 @@ class Store:
     def media(self, keys: Sequence[str], _: int = 0) -> list[str | None]:
         return [self.chance.choice([None, "memory", "memory", "disk"]) for _ in keys]
 
-    def get_into(self, keys: Sequence[str], *_: Any) -> list[ErrorClass]:
+    def get_into(self, keys: Sequence[str], *_: Any, sums: Sequence[int]) -> list[ErrorClass]:
         classes = [each for each in ErrorClass if each not in (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)]  # they wait
         return self.chance.choices(classes, [30] + [1] * (len(classes) - 1), k=len(keys))
 

@@ -43,7 +43,7 @@ def worker(
 
 
 def test_a_blocks_group_is_in_its_key_and_not_in_its_hash() -> None:
-    staging: Any = SimpleNamespace(block_bytes=[64, 64])
+    staging: Any = SimpleNamespace(block_bytes=[64, 64], sum_bytes=0)
     ranked = RankLayout.of([worker("a@", "c@"), worker("b@", "d@")], staging)
     names = [b"\x01\x00", b"\x02\x01"]
     assert ranked.keys(names) == ["a@01", "b@01", "c@02", "d@02"]
@@ -89,7 +89,7 @@ def test_what_each_group_of_each_rank_writes_of_a_value_goes_with_its_get() -> N
     ranked = RankLayout.of(workers, staging)
     asked: list[tuple[list[str], Any]] = []
 
-    def get_into(keys: list[str], *_: Any, written: Any = None) -> list[ErrorClass]:
+    def get_into(keys: list[str], *_: Any, written: Any = None, sums: Any = ()) -> list[ErrorClass]:
         asked.append((keys, written))
         return [OK] * len(keys)
 

@@ -52,7 +52,7 @@ class FakeStore:
         return [None if "e" in key else "disk" if "d" in key or key.endswith("1") else "memory" for key in keys]
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], get: Get | None, sums: Sequence[int]
     ) -> list[ErrorClass]:
         self.gone = self.gone or ("" if self.gets else "get_into")
         self.ask("get_into", keys)
@@ -60,7 +60,9 @@ class FakeStore:
             ctypes.memset(address, ord(key[0]) + int(key[-1], 16), size)
         return self.gets.pop(0)
 
-    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[ErrorClass]:
+    def put_from(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], sums: Sequence[int]
+    ) -> list[ErrorClass]:
         self.ask("put_from", keys)
         self.taken.update(zip(keys, addresses, strict=True))
         return [self.puts.get(key[-1], ErrorClass.OK) for key in keys]
@@ -144,7 +146,7 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
     store: Any = FakeStore((), [[ok, ok, ok, late, retry, ok], [late]])
     outcome = transfers.fetch(store, ranked, [(bytes([slot, 0]), slot) for slot in range(3)])
     assert (outcome, ranked.staging.lost) == ([ok, late, late], {1, 2})
-    broken: Any = SimpleNamespace(get_into=lambda *_: 1 / 0)
+    broken: Any = SimpleNamespace(get_into=lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         transfers.fetch(broken, ranked, [(b"3\0", 3)])
     assert ranked.staging.lost == {1, 2, 3}

@@ -6,16 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import structlog
 
-from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.fill import StoreFill
-from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.daemon.store.test_fill import MIB, known, said, save
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import another_client, blocks, stored
 from tests.lab.daemon import Daemon, Record
 from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd
@@ -35,28 +31,8 @@ def nowhere(engine: FakeEngine, daemon: Daemon, digests: list[bytes], name: str)
     return eventually(line, what="the request's line")
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Callable[[Daemon], Store]:
-    """other(daemon): another client of its store, which removes behind its back."""
-
-    def make(daemon: Daemon) -> Store:
-        settings: dict[str, Any] = {
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{daemon.records('master.started')[0]['port']}",
-            "protocol": "tcp",
-            "mode": "standalone-store",
-            "global_segment_size": 0,
-        }
-        (tmp_path / "other.json").write_text(json.dumps(settings))
-        store = Store(MooncakeSettings.from_file(tmp_path / "other.json"), structlog.get_logger())
-        store.open()
-        return store
-
-    return make
-
-
 def test_a_value_that_is_gone_without_an_eviction_is_counted_as_lost(
-    serve: Callable[..., Daemon], other: Callable[[Daemon], Store]
+    serve: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     daemon = serve(memory="64MiB")
     engine = FakeEngine(daemon.socket)
@@ -67,9 +43,8 @@ def test_a_value_that_is_gone_without_an_eviction_is_counted_as_lost(
     assert nowhere(engine, daemon, list(blocks("never", 1)), "never")["nowhere"] == "never_stored"
     keys = json.loads(said(daemon, "store", "ls", "--json"))["keys"]
     assert len(keys) == 2
-    behind = other(daemon)
-    assert behind.remove(keys) == (2, 0)
-    behind.close(goodbye=True)
+    with another_client(daemon, tmp_path) as behind:
+        assert behind.remove(keys) == (2, 0)
     line = nowhere(engine, daemon, list(kept), "lost")
     assert (line["nowhere"], line["cause"]) == ("lost", "lost")
     assert ask_daemon(daemon.socket).engines[0]["lost_values"] == 1
