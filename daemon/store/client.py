@@ -192,7 +192,8 @@ class Store(Connection):
                     results[good[at]] = ErrorClass.CORRUPT
                     corrupt.append(keys[good[at]])
         if corrupt:
-            self.remove(corrupt)  # or each request would fetch it again
+            with contextlib.suppress(StoreUnavailable):  # else the caller would believe that nothing is under way
+                self.remove(corrupt)
         return results
 
     def put_from(

@@ -12,8 +12,8 @@ TRIED = ("0.3.13", "0.3.14")
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 # What the daemon calls of a client, and the keywords of its `setup`; a transfer engine has a test of its own.
 CLIENT = (
-    "batch_get_into batch_get_replica_desc batch_is_exist batch_put_from batch_remove close get_size register_buffer "
-    "setup unregister_buffer"
+    "batch_get_into batch_get_into_multi_buffers batch_get_replica_desc batch_is_exist batch_put_from "
+    "batch_put_from_multi_buffers batch_remove close get_size register_buffer setup unregister_buffer"
 )
 SETUP = ("engine", "enable_ssd_offload", "ssd_offload_path", "tenant_id")
 
