@@ -137,7 +137,8 @@ class EpochCalls:
             missing = None
             if not answer.unavailable:
                 missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
-                parts.counters.add("lost_values", missing.why == LOST)
+                if missing.why == LOST:
+                    parts.counters.add("lost_values")
             disk = sum(choice.on_disk[request.issued :])
             work = parts.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
             parts.traces.looked_up(request, choice.blocks, now_ns, missing, work)

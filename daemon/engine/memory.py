@@ -101,9 +101,7 @@ class EngineMemory:
             if device is not None:
                 undo.callback(device.close)
             layout, save_slots = layout_for(config, epoch, engine, device.slots if device is not None else 0)
-            # Values of vLLM's own connector have none.
-            sum_bytes = SUM_BYTES if config.checksums == "on" and not engine.scheduler.upstream_keys else 0
-            staging = HostStaging(layout.slot_count, engine.block_bytes, sum_bytes)
+            staging = HostStaging(layout.slot_count, engine.block_bytes, sum_bytes(config, engine))
             undo.callback(staging.close)
             if device is not None:
                 device.follow(staging)
@@ -120,7 +118,7 @@ class EngineMemory:
     @property
     def total_bytes(self) -> int:
         """Return the size of staging and control segment."""
-        return self.layout.slot_count * self.block_bytes + self.layout.total_bytes
+        return self.staging.size_bytes + self.layout.total_bytes
 
     def close(self) -> None:
         """Free everything, once no call touches it: 50 ms per GiB, so not on the main loop (`release`)."""
@@ -131,12 +129,22 @@ class EngineMemory:
         self.doorbell.close()
 
 
+def sum_bytes(config: DaemonConfig, engine: EngineInfo) -> int:
+    """Return the size of a checksum in this engine's staging; values of vLLM's own connector have none."""
+    return SUM_BYTES if config.checksums == "on" and not engine.scheduler.upstream_keys else 0
+
+
+def slot_bytes(config: DaemonConfig, engine: EngineInfo) -> list[int]:
+    """Return the size of each rank's part of a slot, with its checksum."""
+    return [size + sum_bytes(config, engine) for size in engine.block_bytes]
+
+
 def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slots: int = 0) -> tuple[Layout, int]:
     """Return the layout of an engine's memory, and how many of its slots are for saves.
 
     Raises StagingTooSmall, SegmentError, and ValueError for a layout out of bounds.
     """
-    wants, slots = engine.scheduler, slots_for(config.staging, engine.block_bytes)
+    wants, slots = engine.scheduler, slots_for(config.staging, slot_bytes(config, engine))
     save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0
     names = engine.groups.names(wants.max_blocks)
     longest = pages_of(names)

@@ -19,7 +19,7 @@ from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
 from .ledger import Ledger
-from .memory import EngineInfo, EngineMemory, device_staging, layout_for
+from .memory import EngineInfo, EngineMemory, device_staging, layout_for, slot_bytes
 
 
 class Reserved(NamedTuple):
@@ -143,7 +143,9 @@ class Reservations:
             return
         if wish.wanted:
             wish.control_bytes = layout.total_bytes
-            self._ledger.want(wish.number, layout.slot_count * sum(wish.engine.block_bytes) + wish.control_bytes)
+            self._ledger.want(
+                wish.number, layout.slot_count * sum(slot_bytes(wish.config, wish.engine)) + wish.control_bytes
+            )
             self._carry_on()
         else:
             self._end(wish, Withdrawn())

@@ -86,9 +86,14 @@ class HostStaging:
         return any(address in store.refused for store, address in self._registered)
 
     @property
+    def size_bytes(self) -> int:
+        """Return the size of all slots, with their checksums."""
+        return self.slot_count * sum(size + self.sum_bytes for size in self.block_bytes)
+
+    @property
     def kept_bytes(self) -> int:
         """Return the size of memory with lost slots, which neither `unregister` nor `close` gives back."""
-        return self.slot_count * sum(self.block_bytes) if self.lost else 0
+        return self.size_bytes if self.lost else 0
 
     def unregister(self) -> None:
         """Undo `register`, unless slots are lost. With RDMA this unlocks the pages, which takes long."""

@@ -101,19 +101,15 @@ class RankLayout:
         return [] if any(len(each) > 1 for each in self._prefixes) else [first for [first] in self._prefixes]
 
     @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        """Return (address of slot 0, bytes of a slot) of each rank."""
-        return list(zip(self.staging.addresses(0), self.staging.block_bytes, strict=True))
+    def _places(self) -> list[tuple[int, int, int]]:
+        """Return (address of slot 0, bytes of a slot, address of slot 0's checksum) of each rank."""
+        staging = self.staging
+        return list(zip(staging.addresses(0), staging.block_bytes, staging.sum_addresses(0), strict=True))
 
-    @cached_property
-    def _sum_places(self) -> list[int]:
-        """Return the address of the checksum of slot 0, of each rank."""
-        return self.staging.sum_addresses(0)
-
-    def _filled(self, name: bytes, slot: int) -> list[int]:
-        """Return a rank that filled this slot, for each shard of the block."""
+    def _filled(self, name: bytes, slot: int) -> list[tuple[int, int, int]]:
+        """Return the same of a rank that filled this slot, for each shard of the block."""
         return [
-            next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])
+            self._places[next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])]
             for ranks in self.of_block(name)
         ]
 
@@ -141,20 +137,19 @@ class RankLayout:
         """
         keys = self.keys([name for name, _ in blocks])
         if not saving and len(keys) == len(blocks):
-            parts = [(slot, 0) for _, slot in blocks]
+            parts = [(slot, self._places[0]) for _, slot in blocks]
         elif saving:
-            parts = [(slot, rank) for name, slot in blocks for rank in self._filled(name, slot)]
+            parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
         else:
-            firsts = [[first for first, *_ in shards] for shards in self.shards]
-            parts = [(slot, rank) for name, slot in blocks for rank in firsts[name[-1]]]
-        places, sum_bytes = self._places, self.staging.sum_bytes
-        sum_places = self._sum_places if sum_bytes else []
+            firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
+            parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1]]]
+        sum_bytes = self.staging.sum_bytes
         return _Values(
             keys,
             [slot for slot, _ in parts],
-            [places[rank][0] + slot * places[rank][1] for slot, rank in parts],
-            [places[rank][1] for _, rank in parts],
-            [sum_places[rank] + slot * sum_bytes for slot, rank in parts] if sum_bytes else [],
+            [base + slot * size for slot, (base, size, _) in parts],
+            [size for _, (_, size, _) in parts],
+            [first + slot * sum_bytes for slot, (_, _, first) in parts] if sum_bytes else [],
         )
 
 

@@ -86,7 +86,7 @@ class Backend:
         self._probing = False
 
     def describe(self, snapshot: Snapshot) -> None:
-        """Enter the state of the store; nothing here waits."""
+        """Enter the state of the store, which hears whether its master evicts; nothing here waits."""
         if self.master is not None:
             snapshot.disk_fault = self.master.disk_fault()
             snapshot.fill = self.master.fill()

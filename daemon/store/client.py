@@ -20,7 +20,7 @@ from . import checksums
 from .checksums import SUM_BYTES
 from .connection import Connection
 from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
-from .give_up import UNDER_WAY, Move, move
+from .give_up import UNDER_WAY, move
 from .joining import Joined
 from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
@@ -150,7 +150,7 @@ class Store(Connection):
         corrupt: list[str] = []
         with self._call() as (client, attempt):
             until_ns = sleeping.leased_until_ns() if sleeping is not None else 0
-            before, code, len_sum = self._replicas.read(client, keys), 0, SUM_BYTES if sums else 0
+            before, code = self._replicas.read(client, keys), 0
 
             def read(part: Sequence[int]) -> list[ErrorClass]:
                 if sleeping is None:
@@ -164,15 +164,13 @@ class Store(Connection):
             def block(part: Sequence[int]) -> list[ErrorClass]:
                 nonlocal code
                 get.begun = True
-                some_keys, some_sizes = [keys[i] for i in part], [sizes[i] + len_sum for i in part]
-                if sums:
-                    places = [[addresses[i], sums[i]] for i in part]
-                    parts = [[sizes[i], SUM_BYTES] for i in part]
-                    codes = self._move(client.batch_get_into_multi_buffers, some_keys, places, parts)
-                else:
-                    codes = self._move(client.batch_get_into, some_keys, [addresses[i] for i in part], some_sizes)
+                some_keys, some_sizes = [keys[i] for i in part], [sizes[i] for i in part]
+                some_sums = [sums[i] for i in part] if sums else ()
+                where = [addresses[i] for i in part]
+                codes = self._move(client, "batch_get_into", some_keys, where, some_sizes, some_sums)
                 code = codes[0]
-                return classify_get(client, some_keys, some_sizes, codes)
+                whole = [size + SUM_BYTES for size in some_sizes] if sums else some_sizes
+                return classify_get(client, some_keys, whole, codes)
 
             if self._settings.private:  # all memory is our own, which does not hang
                 results = block(range(len(keys)))
@@ -207,14 +205,10 @@ class Store(Connection):
         """
         if not keys:
             return []
-        checksums.write(zip(addresses, sizes, sums, strict=False))
+        if sums:
+            checksums.write(zip(addresses, sizes, sums, strict=True))
         with self._call() as (client, attempt):
-            if sums:
-                places = [list(each) for each in zip(addresses, sums, strict=True)]
-                parts = [[size, SUM_BYTES] for size in sizes]
-                codes = self._move(client.batch_put_from_multi_buffers, keys, places, parts)
-            else:
-                codes = self._move(client.batch_put_from, keys, addresses, sizes)
+            codes = self._move(client, "batch_put_from", keys, addresses, sizes, sums)
             results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         if self.disk:
@@ -224,9 +218,21 @@ class Store(Connection):
                     self._unflushed.popitem(last=False)
         return results
 
-    def _move(self, call: Move, keys: Sequence[str], addresses: Sequence[Any], sizes: Sequence[Any]) -> list[int]:
-        """Hand memory to Mooncake's blocking calls, here alone; see give_up.py."""
-        codes = self._moving(move, call, keys, addresses, sizes)
+    def _move(
+        self,
+        client: Any,
+        name: str,
+        keys: Sequence[str],
+        addresses: Sequence[Any],
+        sizes: Sequence[Any],
+        sums: Sequence[int],
+    ) -> list[int]:
+        """Hand memory to Mooncake's blocking calls, here alone; see give_up.py. `sums`: each value's second buffer."""
+        if sums:
+            name = f"{name}_multi_buffers"
+            addresses = [list(both) for both in zip(addresses, sums, strict=True)]
+            sizes = [[size, SUM_BYTES] for size in sizes]
+        codes = self._moving(move, getattr(client, name), keys, addresses, sizes)
         self._under_way |= UNDER_WAY in codes
         return codes
 

@@ -118,3 +118,12 @@ def test_each_changed_bit_and_an_exchange_of_values_are_seen() -> None:
         assert list(checksums.wrong(values)) == [0], at
         memory[at] = bytes([memory[at][0] ^ 128])
     assert list(checksums.wrong([(base, 24, base + 72), (base + 24, 24, base + 64)])) == [0, 1]
+
+
+def test_checksums_are_part_of_the_budget() -> None:
+    """Blocks may be smaller than their checksums."""
+    spec = EngineSpec(block_bytes=64, saves=False, max_blocks=16)
+    engine = EngineInfo("engine", ONE_GROUP, spec.scheduler(), [spec.worker()])
+    memory = EngineMemory.create(DaemonConfig(checksums="on", staging=1 << 20), 1, engine)
+    assert sum(segment.size_bytes for segment in memory.staging.segments) == memory.staging.size_bytes <= 1 << 20
+    memory.close()
