@@ -92,7 +92,7 @@ class Claims:
     def usable_blocks(self, request: Any, tokens: int) -> int:
         """Full blocks of a request of so many tokens that leave its last ones to compute. `arrived` does the same."""
         blocks: int = (tokens - self.last_tokens) // self._geometry.block_tokens
-        return min(blocks, len(request.block_hashes) // self._geometry.hashes_per_block)
+        return min(blocks, self._geometry.groups.blocks(len(request.block_hashes)))
 
     def own_hints(self, request: Any) -> RequestHints:
         """The hints that a request brings with it. The first bad value of each field is one warning."""
@@ -118,7 +118,7 @@ class Claims:
             PROTOCOL,
             HINTED,
             geometry.groups.names(usable - local_blocks),
-            usable * geometry.hashes_per_block,
+            geometry.groups.digests(usable),
             usable,
             local_blocks,
             request.num_prompt_tokens,
@@ -316,17 +316,15 @@ class Claims:
         wait, geometry = state.wait, self._geometry
         if wait is not None:
             self._policy.saw(wait, max(visit.start, flag.count), visit.now_ns)
-        dropped = 1 if geometry.drop_last else 0
-        stop = flag.count - dropped
+        stop = flag.count
         if stop <= visit.start:
             self._note_found(handle, flag)
             return self._settle(state, outcome)
         unit = geometry.block_tokens
-        local, staged = handle.local_blocks * unit, flag.count * unit
-        spans = geometry.groups.spans(local, staged, visit.start * unit, stop * unit)
+        staged = stop * unit
+        spans = geometry.groups.spans(handle.local_blocks * unit, staged, visit.start * unit, staged)
         first = spans[0].start
-        # The dropped block is claimed, too: giving the claim back publishes all of it for the next answer.
-        slots = handle.claim(flag.state, flag.count, stop + dropped, first, spans[-1].stop, visit.now_ns)
+        slots = handle.claim(flag.state, stop, stop, first, spans[-1].stop, visit.now_ns)
         if slots is None:
             return PENDING  # the daemon moved the flag in between; the next visit sees where
         if len(spans) > 1:

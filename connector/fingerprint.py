@@ -111,7 +111,7 @@ def of_engine(
     if len(rules) > 1:
         # Layers of unlike groups lie in the same memory, in the groups' order.
         pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]
-        found["groups"] = _digest([rules.hash_tokens, rules.groups, pages])
+        found["groups"] = _digest([rules.hash_tokens, [rule[:3] for rule in rules.groups], pages])
     if written:
         # Another engine's pages with other padding have zeros where this one's daemon looks for lost pages.
         found["written"] = _digest(written)

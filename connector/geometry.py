@@ -30,8 +30,6 @@ class Geometry:
     max_running: int
     loads: bool
     saves: bool
-    # EAGLE-like drafters: the draft KV of the last matched block depends on the next token, which no hash covers.
-    drop_last: bool
     spec_kinds: tuple[tuple[str, int | None], ...]
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
@@ -60,7 +58,6 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
         max_running=vllm_config.scheduler_config.max_num_seqs,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
-        drop_last=_drops_last(vllm_config),
         spec_kinds=tuple(
             (get_kv_cache_spec_kind(each.kv_cache_spec).value, get_kv_cache_spec_sliding_window(each.kv_cache_spec))
             for each in kv_cache_config.kv_cache_groups

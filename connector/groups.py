@@ -20,7 +20,7 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
     """Return the rules of an engine's groups.
 
     Raises ValueError, in one line, for groups that are not served.  `drafts`: the engine drafts tokens from hidden
-    states, so that the last block of a prefix would not count.
+    states (EAGLE, MTP), so that vLLM drops the last block of a prefix.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
@@ -28,13 +28,12 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
             "KV groups outside the prefix cache are not served: "
             f"groups={len(groups)} prefix_cacheable={len(kv_cache_config.prefix_cacheable_group_ids)}"
         )
-    found = Groups(tuple(_group(each.kv_cache_spec) for each in groups), hash_tokens)
+    # As vLLM decides which groups have a drafter's KV: all where it flags none; equal ones are looked up as one.
+    none = not any(each.is_eagle_group for each in groups)
+    flagged = [each.kv_cache_spec for each in groups if each.is_eagle_group or (drafts and none)]
+    rules = tuple(_group(each.kv_cache_spec, drafts=each.kv_cache_spec in flagged) for each in groups)
+    found = Groups(rules, hash_tokens)
     found.check()
-    if len(groups) > 1 and (drafts or any(each.is_eagle_group for each in groups)):
-        raise ValueError(
-            "drafts from hidden states are served with one KV group of full attention only: "
-            f"groups={len(groups)} kinds={','.join(sorted({group.kind.value for group in found.groups}))}"
-        )
     _check_states(kv_cache_config, found)
     return found
 
@@ -131,11 +130,13 @@ def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _group(spec: KVCacheSpec) -> Group:
+def _group(spec: KVCacheSpec, *, drafts: bool) -> Group:
     rules = {_layer(each) for each in layer_specs(spec)}
     if len(rules) > 1:
-        raise ValueError(f"layers of one KV group differ: kinds={sorted(f'{kind}:{size}' for kind, _, size in rules)}")
-    return rules.pop()
+        kinds = sorted(f"{rule.kind}:{rule.window_tokens}" for rule in rules)
+        raise ValueError(f"layers of one KV group differ: kinds={kinds}")
+    rule = rules.pop()
+    return rule._replace(drafts=drafts and rule.kind is not Kind.STATE)
 
 
 def _layer(spec: Any) -> Group:

@@ -25,11 +25,8 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
     blocks, rules = geometry.max_blocks, geometry.groups
     wants = SchedulerInfo(
         max_blocks=blocks,
-        max_hint_bytes=hint_bytes(blocks * geometry.hashes_per_block, MAX_HASH_BYTES, rules.names(blocks)),
-        groups=[
-            GroupInfo(kind=each.kind.value, block_tokens=each.block_tokens, window_tokens=each.window_tokens)
-            for each in rules.groups
-        ],
+        max_hint_bytes=hint_bytes(rules.digests(blocks), MAX_HASH_BYTES, rules.names(blocks)),
+        groups=[GroupInfo(**each._asdict() | {"kind": each.kind.value}) for each in rules.groups],
         hash_tokens=rules.hash_tokens,
         loads=geometry.loads,
         saves=geometry.saves,

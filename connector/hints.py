@@ -58,7 +58,7 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
 def fits(session: SchedulerSession, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     names = geometry.groups.names(usable)
-    length = hint_bytes(usable * geometry.hashes_per_block, len(hashes[0]), names, request_id)
+    length = hint_bytes(geometry.groups.digests(usable), len(hashes[0]), names, request_id)
     return session.producer.fits(length) and session.allocator.room(names)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kv.groups import Groups, Numbers
-from ..shmring import _atomics
 
 PLACES = 1 << 20  # a power of two, of 8 bytes each; a page of them is memory only once it is used
 NOTED_DIGESTS = 1 << 12  # that wait to be applied
@@ -34,25 +33,24 @@ class Known:
         self._noted_digests = 0
 
     def keys(self, digests: list[bytes], group: int, blocks: range | Numbers) -> Keys:
-        """Return the keys of these blocks of a prompt. The other bytes of their digests are not touched."""
+        """Return the keys of these blocks of a prompt."""
         ratio = self._groups.ratio(group)
         if isinstance(blocks, range):
-            heads = _atomics.heads(digests, (blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
+            chosen = digests[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
         else:
             chosen = [digests[(block + 1) * ratio - 1] for block in blocks.tolist()]
-            heads = _atomics.heads(chosen, 0, len(chosen), 1)
-        keys: Keys = (np.frombuffer(heads, "<u8") | np.uint64(1)) ^ np.uint64(group * _MIX & _WORD)
-        return keys
+        return _heads(chosen) ^ np.uint64(group * _MIX & _WORD)
 
     @staticmethod
     def of_names(names: list[bytes]) -> Keys:
         """Return the keys of blocks with these names."""
         groups = np.fromiter((name[-1] for name in names), np.uint64, len(names))
-        keys: Keys = np.frombuffer(_atomics.heads(names, 0, len(names), 1), "<u8") | np.uint64(1)
-        return keys ^ (groups * np.uint64(_MIX))
+        return _heads(names) ^ (groups * np.uint64(_MIX))
 
     def note(self, digests: list[bytes], local: int, found: int, stop: int) -> None:
         """A look-up of a prompt's blocks [local, stop) found the prefix of `found` blocks, and no longer one.
+
+        What proves that prefix (`Group.ahead`) is there, too.
 
         Applied when somebody asks, many at once: each digest is an object to touch. The list may grow until then.
         """
@@ -66,18 +64,17 @@ class Known:
         unit, groups = self._groups.unit_tokens, self._groups.groups
         for digests, local, found, _ in noted:
             for group, blocks in enumerate(self._groups.items(local * unit, found * unit)):
-                self._mark(digests, group, blocks, known=True)
+                if blocks:
+                    self._mark(digests, group, range(blocks.start, blocks.stop + groups[group].ahead), known=True)
         for digests, local, found, stop in noted:
             # Last: a block that one look-up missed may be saved once more, and is never left out.
             for group, rule in enumerate(groups):
-                first = max(local, found) * unit // rule.block_tokens
-                self._mark(digests, group, range(first, stop * unit // rule.block_tokens), known=False)
+                first = max(local, found) * unit // rule.block_tokens + rule.ahead * (found > local)
+                self._mark(digests, group, range(first, stop * unit // rule.block_tokens + rule.ahead), known=False)
 
     def _mark(self, digests: list[bytes], group: int, blocks: range, *, known: bool) -> None:
         if blocks:
-            ratio = self._groups.ratio(group)
-            start, stop = (blocks.start + 1) * ratio - 1, blocks.stop * ratio
-            _atomics.mark(digests, start, stop, ratio, group * _MIX & _WORD, known, self._places.data)
+            (self.add if known else self.remove)(self.keys(digests, group, blocks))
 
     def add(self, keys: Keys) -> None:
         if self._noted:
@@ -97,3 +94,10 @@ class Known:
     def _at(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the place of each key; of another type NumPy would convert the indices first."""
         return (keys & self._mask).view(np.int64)
+
+
+def _heads(digests: list[bytes]) -> Keys:
+    """Return the first 8 bytes of each digest as a number, the lowest bit set."""
+    of_size = np.dtype({"names": ["head"], "formats": ["<u8"], "itemsize": len(digests[0]) if digests else 8})
+    keys: Keys = np.frombuffer(b"".join(digests), of_size)["head"] | np.uint64(1)
+    return keys

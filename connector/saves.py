@@ -283,7 +283,7 @@ class Saves:
         if not self._decode:
             tokens = min(tokens, state.prefill_tokens)
         blocks: int = min(tokens // geometry.block_tokens, len(request.block_hashes) // geometry.hashes_per_block)
-        if geometry.drop_last and tokens > state.prefill_tokens:
+        if geometry.groups.proof_tokens and tokens > state.prefill_tokens:
             # The drafter may not have written its KV of the newest block's last token yet.
             blocks -= 1
         return max(blocks, 0)

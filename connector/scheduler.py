@@ -93,7 +93,7 @@ class SchedulerSide:
         now = 0
         own = NO_HINTS if request.kv_hints is None and not request.kv_transfer_params else claims.own_hints(request)
         loadable = geometry.loads and own.fetch and not request.skip_reading_prefix_cache
-        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, hashes // geometry.hashes_per_block)
+        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, geometry.groups.blocks(hashes))
         if loadable and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
             try:
                 session, link = self._session, self.link

@@ -9,6 +9,10 @@ An engine keeps a table of blocks per group of layers.  To go on after a prefix,
 
 The rules are those of vLLM's MooncakeStoreConnector (0.33's, in which extra tokens below a window count as window).
 Blocks of a group are numbered from 0.  An item is one block of one group; the order of items is group by group.
+
+A drafter (EAGLE, MTP) computes its KV of a token from the next one, which the block's digest does not cover.  So in a
+group with `drafts` a prefix counts only where the block behind it is there, too: the proof of the next token, which
+nobody loads.
 """
 
 from __future__ import annotations
@@ -45,14 +49,22 @@ class Rule(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def window_tokens(self) -> int: ...
+    @property
+    def drafts(self) -> bool: ...
 
 
 class Group(NamedTuple):
-    """`window_tokens`: length of the window (WINDOW) or of a chunk (CHUNK), otherwise 0."""
+    """`window_tokens`: length of the window (WINDOW) or of a chunk (CHUNK), otherwise 0. `drafts`: see above."""
 
     kind: Kind
     block_tokens: int
     window_tokens: int = 0
+    drafts: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Blocks behind a prefix that have to be there, too."""
+        return int(self.drafts)
 
     @property
     def window_blocks(self) -> int:
@@ -82,7 +94,8 @@ class Groups:
     @classmethod
     def of_rules(cls, rules: Iterable[Rule], hash_tokens: int) -> Groups:
         """Return groups with these rules, unchecked."""
-        return cls(tuple(Group(Kind(one.kind), one.block_tokens, one.window_tokens) for one in rules), hash_tokens)
+        groups = (Group(Kind(one.kind), one.block_tokens, one.window_tokens, one.drafts) for one in rules)
+        return cls(tuple(groups), hash_tokens)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -96,6 +109,19 @@ class Groups:
     def partial(self) -> bool:
         """Whether each leading part of a prefix is a prefix, too: of one group of full attention."""
         return len(self.groups) == 1
+
+    @cached_property
+    def proof_tokens(self) -> int:
+        """Tokens behind a prefix whose blocks have to be there, too."""
+        return max(group.block_tokens * group.ahead for group in self.groups)
+
+    def digests(self, blocks: int) -> int:
+        """Return how many digests of a prompt it takes to look for prefixes of up to so many blocks of all groups."""
+        return (blocks * self.unit_tokens + self.proof_tokens) // self.hash_tokens
+
+    def blocks(self, digests: int) -> int:
+        """Return how many blocks of all groups the longest prefix has that so many digests can find."""
+        return max(0, digests * self.hash_tokens - self.proof_tokens) // self.unit_tokens
 
     @cached_property
     def first_full(self) -> int:
@@ -119,7 +145,7 @@ class Groups:
             raise ValueError(
                 f"KV groups are served beside full attention only: groups={len(self.groups)} kinds={kinds}"
             )
-        for number, (kind, block, window) in enumerate(self.groups):
+        for number, (kind, block, window, drafts) in enumerate(self.groups):
             if self.hash_tokens < 1 or block < 1 or block % self.hash_tokens:
                 raise ValueError(
                     f"KV group's block is no multiple of the hash block: group={number} block_tokens={block} "
@@ -129,6 +155,8 @@ class Groups:
                 raise ValueError(
                     f"KV group's window is out of bounds: group={number} kind={kind.value} window_tokens={window}"
                 )
+            if drafts and kind not in (Kind.FULL, Kind.WINDOW):
+                raise ValueError(f"KV group of this kind has no drafts: group={number} kind={kind.value}")
             # A chunk that begins inside a block: vLLM's own rule forgets what lies before it in the block.
             if kind is Kind.CHUNK and window % self.unit_tokens:
                 raise ValueError(
@@ -151,9 +179,9 @@ class Groups:
         found = []
         for group in self.groups:
             start = max(int(group.first(tokens)[0]), local // group.block_tokens)
-            blocks: Numbers = np.arange(start, usable // group.block_tokens)
+            blocks: Numbers = np.arange(start, usable // group.block_tokens + group.ahead)
             # Of the prefixes that reach a block the shortest one begins to read first.
-            shortest = tokens[np.searchsorted(tokens, (blocks + 1) * group.block_tokens)]
+            shortest = tokens[np.searchsorted(tokens, (blocks + 1 - group.ahead) * group.block_tokens)]
             found.append(blocks[group.first(shortest) <= blocks])
         return found
 
@@ -172,6 +200,7 @@ class Groups:
             ends, firsts = tokens // group.block_tokens - base, np.maximum(group.first(tokens) - base, 0)
             items += ends - firsts
             if group.kind is not Kind.FULL and len(tokens):
+                ends = ends + group.ahead
                 start, stop = int(firsts[0]), int(ends[-1])
                 # The last block before each end that is missing, or -1.
                 missing = np.where(present[start:stop], -1, np.arange(start, stop))
@@ -234,20 +263,27 @@ class Groups:
 
         Of windows a later request needs only the last blocks before a point at which it goes on.  `prefill`: tokens
         that this request did not generate; `retention`: vLLM's `prefix_cache_retention_interval`, a multiple of the
-        unit.  That point is the last unit before the end of `prefill`; with None also each unit, with more than 0
-        each multiple of it.  States are never saved this way: vLLM names their blocks when they are complete.
+        unit.  That point is the last unit before the end of `prefill`, with drafts the one before, for which there is
+        a proof; with None also each unit, with more than 0 each multiple of it.  States are never saved this way: vLLM
+        names their blocks when they are complete.
         """
         unit = self.unit_tokens
+        goals = [(prefill - 1) // unit]
+        if self.proof_tokens:  # the prompt itself once more, and one that continues it
+            goals = [max(goals[0] - 1, 0), max(prefill // unit - 1, 0)]
         found = list[range | Numbers]()
         for group in self.groups:
-            block = group.block_tokens
+            block, ahead = group.block_tokens, group.ahead
             first, stop = before // unit * unit // block, after // unit * unit // block
             if group.kind is Kind.WINDOW:
                 blocks: Numbers = np.arange(first, stop)
-                end = (prefill - 1) // unit * unit // block
-                kept = (blocks >= end - group.window_blocks) & (blocks < end) & (retention is not None)
+                kept = np.zeros(len(blocks), dtype=np.bool_)
+                if retention is not None:
+                    for end in (goal * unit // block for goal in goals):
+                        kept |= (blocks >= end - group.window_blocks) & (blocks < end + ahead)
                 if step := (unit if retention is None else retention) // block:
-                    kept |= blocks % step >= step - group.window_blocks
+                    tail = (blocks - ahead) % step >= step - group.window_blocks - ahead
+                    kept |= tail & ((blocks >= ahead) | (step <= group.window_blocks + ahead))
                 found.append(blocks[kept])
             else:
                 found.append(range(first, first if group.kind is Kind.STATE else stop))

@@ -79,7 +79,9 @@ class Prompt:
     def __init__(
         self, groups: Groups, hashes: bytes | memoryview, blocks: range, *, room: int, staged: Callable[[bytes], bool]
     ) -> None:
-        """`hashes`: the prompt's digests, joined, which are copied.  `blocks`: of the unit, those that are not local.
+        """`hashes`: as many digests of the prompt as these blocks take (Groups.digests), joined, which are copied.
+
+        `blocks`: of the unit, those that are not local.
 
         `room`: how many blocks of several groups can be staged at a time.  `staged`: whether a block is in staging, or
         on its way: then the store is not asked for it.
@@ -87,13 +89,13 @@ class Prompt:
         unit = groups.unit_tokens
         self._groups, self._staged, self._room = groups, staged, room
         self.local_blocks, self._local, usable = blocks.start, blocks.start * unit, blocks.stop * unit
-        size = len(hashes) * groups.hash_tokens // usable
+        size = len(hashes) // groups.digests(blocks.stop)
         self.name_bytes = size + 1
         self._digests: npt.NDArray[Any] | None = np.frombuffer(hashes, _type_of_names(size)["digest"])
         self.names = bytearray()
         self._bases = [self._local // group.block_tokens for group in groups.groups]
         self._known = [
-            bytearray(b"\1") * (usable // group.block_tokens - base)
+            bytearray(b"\1") * (usable // group.block_tokens + group.ahead - base)
             for group, base in zip(groups.groups, self._bases, strict=True)
         ]
         # Of each group of full attention: how many blocks were asked for, or are staged.
@@ -166,7 +168,7 @@ class Prompt:
         for number, items in enumerate(self._items(self._chosen)):
             some = items[max(blocks.start - at, 0) : max(blocks.stop - at, 0)]
             states = bytes(MEMORY if self._staged(name) else ABSENT for name in self._names(number, some))
-            self._enter(number, some, states)
+            self._enter(number, some, states, proven=self.partial)
             at += len(items)
 
     def give_up(self) -> None:
@@ -177,21 +179,27 @@ class Prompt:
             self.found(b"", b"")
         self._end = self._local
 
-    def _enter(self, number: int, blocks: range | Numbers, states: bytes) -> None:
-        """Note what is known of these blocks. The longest prefix ends before an absent one of full attention."""
+    def _enter(self, number: int, blocks: range | Numbers, states: bytes, *, proven: bool = False) -> None:
+        """Note what is known of these blocks. The longest prefix ends before an absent one of full attention.
+
+        `proven`: they were there when the store was asked, so the prefix before them, which may be shown, is good.
+        """
         if isinstance(blocks, range):
             self._known[number][blocks.start : blocks.stop] = states
         else:
             np.frombuffer(self._known[number], np.uint8)[blocks] = np.frombuffer(states, np.uint8)
         if number in self._full and (absent := states.find(ABSENT)) >= 0:
-            unit, block = self._groups.unit_tokens, self._groups.groups[number].block_tokens
-            self._end = min(self._end, (blocks[absent] + self._bases[number]) * block // unit * unit)
+            unit, group = self._groups.unit_tokens, self._groups.groups[number]
+            end = blocks[absent] + self._bases[number] - (0 if proven else group.ahead)
+            tokens = end * group.block_tokens // unit * unit
+            self._end = max(self._local, min(self._end, tokens))
 
     def _wanted(self, most: int) -> list[tuple[int, range]] | list[tuple[int, Numbers]]:
         """Return unknown blocks to ask for, by group; none once `_end` is the answer."""
         for number, first in self._full.items():
-            stop = self._end // self._groups.groups[number].block_tokens - self._bases[number]
-            if first < stop:
+            group = self._groups.groups[number]
+            stop = self._end // group.block_tokens + group.ahead - self._bases[number]
+            if first < stop and self._end > self._local:
                 return [(number, range(first, min(first + most, stop)))]
         if len(self._full) == len(self._known):
             return []

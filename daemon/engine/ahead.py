@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from ...kv.groups import Groups
 from ...shmring.wire.admin import Announce, Outcome
 from ..planning.requests import Announced, Failure, Key, Request
 from ..telemetry.trace import Met
@@ -109,12 +110,12 @@ class _Announcement:
 class Ahead:
     """The announcements of one engine, by a number that the caller gives.
 
-    `block_hashes`: digests of a block.  `room`: blocks that may be staged ahead.  `partial`: a part of a prompt is of
-    use.
+    `room`: blocks that may be staged ahead.
     """
 
-    def __init__(self, block_hashes: int, room: int, *, partial: bool) -> None:
-        self._block_hashes, self._room, self._partial = block_hashes, room, partial
+    def __init__(self, groups: Groups, room: int) -> None:
+        self._groups, self._room, self._partial = groups, room, groups.partial
+        self._block_hashes = groups.unit_tokens // groups.hash_tokens
         self._known: dict[int, _Announcement] = {}  # the oldest first
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
         self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
@@ -137,7 +138,7 @@ class Ahead:
         """Take an announcement, which may wait for others. `hashes`: `order.hashes` digests of its prompt, joined."""
         announced = Announced(now_ns, now_ns + order.ttl_ms * 1_000_000)
         last = hashes[-(self._block_hashes + 1) * order.hash_bytes :]
-        new = _Announcement(order, hashes, last, announced, order.hashes // self._block_hashes)
+        new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
         self._known[number] = new
         self._lengths[new.size].add(number)
         if not new.blocks:
@@ -173,7 +174,7 @@ class Ahead:
                 continue
             each.stage, each.planned, self._keys = Stage.AT_WORK, min(wanted, left), self._keys + 1
             self._at_work[FLAG, self._keys] = number
-            hashes, each.hashes = each.hashes[: each.planned * self._block_hashes * each.order.hash_bytes], b""
+            hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None

@@ -120,7 +120,7 @@ class Channel:
     def check_hint(self, hint: Hint) -> None:
         """Raise ProtocolError for a hint that names what the segment does not have."""
         layout, groups, page = self.layout, self._groups, max(hint.pages)
-        digests = hint.blocks * groups.unit_tokens // groups.hash_tokens
+        digests = groups.digests(hint.blocks)
         names = groups.names(hint.blocks - hint.local_blocks)  # all that may be asked for, of all groups
         if hint.blocks > MAX_COUNT:  # of a flag
             raise ProtocolError(f"hint is too long: blocks={hint.blocks} max={MAX_COUNT}")

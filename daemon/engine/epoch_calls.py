@@ -97,8 +97,9 @@ class EpochCalls:
         parts, look_ups = self._parts, self._parts.look_ups
         asks = parts.mode == "on" and not look_ups.keeps
         if asks and (chain := parts.sessions.next_lease(now_ns)) is not None:
-            blocks = len(chain.hashes) // (chain.hash_bytes * parts.block_hashes)
-            look_ups.keep(Prompt(parts.engine.groups, chain.hashes, range(blocks), room=1 << 30, staged=_not_staged))
+            groups = parts.engine.groups
+            blocks = range(chain.blocks(groups))
+            look_ups.keep(Prompt(groups, chain.hashes, blocks, room=1 << 30, staged=_not_staged))
         if (batch := look_ups.next_batch(now_ns)) is not None:
             store = self._services.store
             media = self._services.media and not batch.renewal

@@ -82,9 +82,8 @@ class EpochParts:
         self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
         self.put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
-        self.block_hashes = engine.groups.unit_tokens // engine.groups.hash_tokens
-        self.ahead = Ahead(self.block_hashes, room, partial=engine.groups.partial)
-        self.sessions = Sessions(self.block_hashes, lease_ns)
+        self.ahead = Ahead(engine.groups, room)
+        self.sessions = Sessions(engine.groups, lease_ns)
         copies, copy_blocks = self.planner.blocks.copies, COPY_BYTES // memory.block_bytes
         self.promotions = Promotions(copies, self.planner.requests, self.channel, chunk_blocks=copy_blocks)
         self.promoter = Promoter(memory.device, self.promotions)

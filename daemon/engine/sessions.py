@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...kv.groups import Groups
 from ...shmring.wire.admin import Outcome
 
 MAX_SESSIONS = 1024
@@ -46,6 +47,10 @@ class Chain(NamedTuple):
 
     hashes: bytes
     hash_bytes: int
+
+    def blocks(self, groups: Groups) -> int:
+        """Return how many blocks of all groups it lets find."""
+        return groups.blocks(len(self.hashes) // self.hash_bytes)
 
 
 class Due(NamedTuple):
@@ -75,10 +80,10 @@ class _Session:
 
 
 class Sessions:
-    """`block_hashes`: digests of a block.  `lease_ns`: of the store."""
+    """`lease_ns`: of the store."""
 
-    def __init__(self, block_hashes: int, lease_ns: int) -> None:
-        self._block_hashes, self._renew_ns = block_hashes, lease_ns // 2
+    def __init__(self, groups: Groups, lease_ns: int) -> None:
+        self._groups, self._renew_ns = groups, lease_ns // 2
         self._known: dict[bytes, _Session] = {}  # the one that came least lately first
         self._bytes = self._numbers = 0
         self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
@@ -114,12 +119,12 @@ class Sessions:
                 before.gaps.append(gap_ns)
                 self._gaps.append(gap_ns)
             if chain.hashes.startswith(before.chain.hashes):
-                self._learn(self._used - before.after, whole=local_blocks >= self._blocks(before.chain))
+                self._learn(self._used - before.after, whole=local_blocks >= before.chain.blocks(self._groups))
                 before.vain = 0 if now_ns < before.until_ns else before.vain
             self._bytes -= len(before.chain.hashes)
         outdated, each.open = each.open, []
         each.chain, each.number, each.since_ns, each.tries = chain, self._numbers, now_ns, 0
-        each.after = self._used + self._blocks(chain) - local_blocks  # with its own
+        each.after = self._used + chain.blocks(self._groups) - local_blocks  # with its own
         self._known[session], self._bytes = each, self._bytes + len(chain.hashes)
         self._expect(session, each, block_ns)
         while len(self._known) > MAX_SESSIONS or self._bytes > MAX_BYTES:
@@ -134,7 +139,7 @@ class Sessions:
         now_ns = each.since_ns
         if gaps := sorted(each.gaps if len(each.gaps) >= OWN_GAPS else (*each.gaps, *self._gaps)):
             earliest, latest = (gaps[round(share * (len(gaps) - 1))] for share in (EARLIEST, LATEST))
-            fetch_ns = int(2 * block_ns * self._blocks(each.chain))  # one small call at a time
+            fetch_ns = int(2 * block_ns * each.chain.blocks(self._groups))  # one small call at a time
             each.expected_ns = now_ns + earliest
             each.due_ns = max(now_ns + SETTLED_NS, each.expected_ns - fetch_ns - MARGIN_NS)
             each.until_ns = max(now_ns + LEAST_NS, now_ns + latest + latest // 2, each.due_ns + SETTLED_NS)
@@ -150,7 +155,7 @@ class Sessions:
             self._forget_first()
         while (found := self._pop(self._due, now_ns)) is not None:
             session, each = found
-            if now_ns < each.due_ns and self._blocks(each.chain) > free_blocks:
+            if now_ns < each.due_ns and each.chain.blocks(self._groups) > free_blocks:
                 self._push(self._due, each.due_ns, each.number, session)
                 continue
             if self._used - each.after < HELD_SHARE * self._held:
@@ -195,9 +200,6 @@ class Sessions:
         """Forget all prompts: they are of other weights now."""
         self._known.clear()
         self._bytes = 0
-
-    def _blocks(self, chain: Chain) -> int:
-        return len(chain.hashes) // (chain.hash_bytes * self._block_hashes)
 
     def _push(self, heap: list[tuple[int, int, bytes]], at_ns: int, number: int, session: bytes) -> None:
         heapq.heappush(heap, (at_ns, number, session))

@@ -21,6 +21,7 @@ class GroupInfo(Packet):
     kind: Literal["full", "window", "chunk", "state"]
     block_tokens: int = Field(ge=1, le=1 << 20)
     window_tokens: int = Field(ge=0, le=1 << 31)
+    drafts: bool
 
 
 class WorkerInfo(Packet):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_REQUEST_ID_BYTES = 512
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 
@@ -90,7 +90,7 @@ _SAVED = struct.Struct("<BxHBxxxIxxxxQQ")
 
 
 class Hint(NamedTuple):
-    """A request arrived: `hashes` holds raw digests of `hash_bytes`, one per `hash_tokens` of its blocks, in order.
+    """A request arrived: `hashes` holds raw digests of `hash_bytes`, one per `hash_tokens`, in order: `Groups.digests`.
 
     A block has the tokens of `Groups.unit_tokens`.  Blocks [0, local_blocks) were in the engine's own prefix cache.
     Times are CLOCK_MONOTONIC nanoseconds.  `pages` of the segment are the flag's slot table, as many as entries for all

@@ -233,7 +233,6 @@ GEOMETRY = Geometry(
     max_running=16,
     loads=True,
     saves=True,
-    drop_last=False,
     spec_kinds=(("full_attention", None),),
     lockstep=False,
 )

@@ -118,7 +118,6 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
     sink = SinkFullAttentionSpec(**common, sink_len=4)
     full_only = "KV groups are served beside full attention only: groups="
     eagle = {"speculative_config": SimpleNamespace(use_eagle_block_drop=lambda: True)}
-    one_group = "drafts from hidden states are served with one KV group of full attention only: groups=2 kinds="
     return [
         ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
         # vLLM cannot make one group of these, so nothing is advised.
@@ -126,9 +125,7 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         (f"{full_only}2 kinds=chunk,window$", {}, kv_cache_config([window, chunks], 2)),
         (f"{full_only}1 kinds=state$", {}, kv_cache_config([mamba])),
         ("beside full attention of one kind only: .*,state", {}, kv_cache_config([full, window, mamba], 3)),
-        (f"{one_group}full,window", eagle, kv_cache_config([full, window], 2)),
-        (f"{one_group}chunk,full", eagle, kv_cache_config([full, chunks], 2)),
-        (f"{one_group}full,state", eagle, kv_cache_config([full, mamba], 2)),
+        ("has no drafts: group=1 kind=chunk", eagle, kv_cache_config([full, chunks], 2)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
         ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
@@ -146,9 +143,7 @@ SHOWN = {
     "of one kind only: .*,state": pytest.mark.shows(
         "saved, then loaded: tokens equal", "full attention, sliding windows and Mamba", refused=True
     ),
-    "kinds=full,window": pytest.mark.shows("EAGLE drafts", "full attention and sliding windows", refused=True),
-    "kinds=chunk,full": pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
-    "kinds=full,state": pytest.mark.shows("EAGLE drafts", "full attention and Mamba", refused=True),
+    "group=1 kind=chunk": pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
     "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),
     "sleep mode": pytest.mark.shows("sleep mode", refused=True),

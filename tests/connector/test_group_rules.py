@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvprefetch.connector.groups import of_engine
@@ -47,7 +47,10 @@ def spec(group: Group, *, mla: bool, wrapped: bool) -> Any:
 def upstream(groups: Groups, mla: bool, wrapped: bool, retention: int | None = None) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    specs = [KVCacheGroupSpec([f"l{i}"], spec(one, mla=mla, wrapped=wrapped)) for i, one in enumerate(groups.groups)]
+    specs = [
+        KVCacheGroupSpec([f"l{i}"], spec(one, mla=mla, wrapped=wrapped), is_eagle_group=one.drafts)
+        for i, one in enumerate(groups.groups)
+    ]
     return coordinator.MooncakeStoreCoordinator(
         specs, groups.unit_tokens, groups.hash_tokens, retention_interval=retention
     )
@@ -67,14 +70,12 @@ shapes = st.tuples(st.booleans(), st.booleans())
 
 def longest(groups: Groups, hashes: list[bytes], local: int, usable: int, exists: set[tuple[int, bytes]]) -> int:
     """The tokens of the longest prefix, as a request finds them by asking for three blocks at a time."""
-    unit, digests = (
-        groups.unit_tokens,
-        hashes[: usable // groups.unit_tokens * groups.unit_tokens // groups.hash_tokens],
-    )
-    if usable // unit <= local // unit:
+    unit = groups.unit_tokens
+    blocks = range(local // unit, groups.blocks(usable // groups.hash_tokens))
+    if not blocks:
         return local
-    blocks = range(local // unit, usable // unit)
-    asks = search.Prompt(groups, b"".join(digests), blocks, room=10_000, staged=lambda _: False)
+    digests = b"".join(hashes[: groups.digests(blocks.stop)])
+    asks = search.Prompt(groups, digests, blocks, room=10_000, staged=lambda _: False)
     while names := asks.next(3):
         asks.found(bytes((name[-1], name[:-1]) in exists for name in names), b"")
     return asks.choose().blocks * unit
@@ -82,9 +83,15 @@ def longest(groups: Groups, hashes: list[bytes], local: int, usable: int, exists
 
 @given(prompts, shapes, st.randoms(use_true_random=False), st.floats(0.4, 1))
 def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: Random, share: float) -> None:
-    """What the engine's own cache has counts as if the store had it, too."""
+    """What the engine's own cache has counts as if the store had it, too.
+
+    With drafts upstream drops too much of a window whose blocks are smaller than the unit, at a prompt's begin, and
+    with three kinds of groups it forgets a window's proof when another group shortens the prefix.
+    """
     groups, local, more, rest = prompt
     unit = groups.unit_tokens
+    small = any(one.drafts and one.kind is Kind.WINDOW and one.block_tokens < unit for one in groups.groups)
+    assume(not small and (not groups.proof_tokens or len(set(groups.groups)) < 3))
     local, usable = local * unit, (local + more) * unit + rest
     hashes = [bytes([i]) * 4 for i in range(usable // groups.hash_tokens)]
     exists = set()
@@ -99,7 +106,7 @@ def test_the_longest_prefix_is_upstreams(prompt: Prompt, shape: Shape, random: R
     ours = upstream(groups, *shape)
     pool = coordinator.ExternalCachedBlockPool(groups.hash_tokens, exists)
     _, theirs = ours.find_longest_cache_hit(hashes, ours.align_lookup_length(usable), pool)
-    assert longest(groups, hashes, local, usable, exists) == theirs
+    assert longest(groups, hashes, local, usable, exists) == (max(theirs, local) if groups.proof_tokens else theirs)
 
 
 @given(prompts, shapes)
@@ -116,27 +123,34 @@ def test_the_items_of_a_prefix_are_upstreams_load_mask(prompt: Prompt, shape: Sh
 
 @given(prompts, shapes)
 def test_wanted_is_upstreams_look_up_mask(prompt: Prompt, shape: Shape) -> None:
-    """But for states inside a unit, and blocks of a chunk that has ended: upstream asks for them to no end."""
+    """But for states inside a unit, and blocks of a chunk that has ended: upstream asks for them to no end.
+
+    With drafts it also asks for what proves the local prefix, and for a prefix that nothing can prove, but for no block
+    behind the last unit.
+    """
     groups, local, more, rest = prompt
     unit = groups.unit_tokens
     local, usable = local * unit, (local + more) * unit + rest
-    masks, wanted = (
-        upstream(groups, *shape).lookup_mask(usable // unit * unit),
-        groups.wanted(local, local, usable // unit * unit),
-    )
+    longest = max(local, groups.blocks(usable // groups.hash_tokens) * unit)
+    masks, wanted = upstream(groups, *shape).lookup_mask(usable // unit * unit), groups.wanted(local, local, longest)
     for group, blocks, mask in zip(groups.groups, wanted, masks, strict=True):
         ends = range(usable // unit * unit // group.block_tokens)
-        theirs = [block for block in numbers(mask, ends) if block >= local // group.block_tokens]
+        first, stop = local // group.block_tokens, longest // group.block_tokens
+        theirs = [block for block in numbers(mask, ends) if first <= block < stop + group.ahead]
+        if group.drafts and first not in blocks:
+            theirs = [block for block in theirs if block != first]
         if group.kind is Kind.STATE:
             theirs = [block for block in theirs if (block + 1) * group.block_tokens % unit == 0]
         if group.kind is Kind.CHUNK:
             theirs = [block for block in theirs if (block + 1) * unit % group.window_tokens]
-        assert blocks.tolist() == theirs
+        assert [block for block in blocks.tolist() if block in ends] == theirs
 
 
 @given(prompts, shapes, st.integers(1, 200), st.sampled_from([None, 0, 1, 2, 5]))
 def test_saves_are_upstreams_store_mask(prompt: Prompt, shape: Shape, prefill: int, retention: int | None) -> None:
+    """With drafts vLLM 0.31 keeps a window in front of the prompt's end, where nothing can prove it."""
     groups, before, more, _ = prompt
+    assume(not groups.proof_tokens or hasattr(coordinator, "replay_boundaries"))
     unit = groups.unit_tokens
     before, after = before * unit, (before + more) * unit
     kept = None if retention is None else retention * unit

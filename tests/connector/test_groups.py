@@ -40,7 +40,7 @@ def uniform(*specs: Any) -> Any:
 @pytest.mark.parametrize("spec", [FULL, MLA, uniform(FULL, MLA)])
 def test_one_group_of_full_attention_may_draft(spec: Any) -> None:
     found = groups.of_engine(cache(spec), 32, drafts=True)
-    assert (found.groups, found.partial) == ((Group(Kind.FULL, 32),), True)
+    assert (found.groups, found.partial) == ((Group(Kind.FULL, 32, drafts=True),), True)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,33 @@ def test_groups_without_rules_are_refused_in_one_line(words: str, specs: tuple[A
     assert "\n" not in str(refused.value)
 
 
-def test_drafts_from_hidden_states_need_one_group_of_full_attention() -> None:
-    for config, drafts in ((cache(FULL, WINDOW), True), (cache(FULL, FULL, eagle=(1,)), False)):
-        with pytest.raises(ValueError, match="drafts from hidden states"):
-            groups.of_engine(config, 32, drafts=drafts)
+@pytest.mark.parametrize(
+    ("specs", "flagged", "drafted"),
+    [
+        ((FULL, WINDOW), (), (True, True)),  # vLLM flags none: it drops the last block of all
+        ((FULL, STATE), (), (True, False)),  # drafters have no states
+        ((FULL, WINDOW), (0,), (True, False)),
+        ((FULL, FULL, WINDOW), (1,), (True, True, False)),  # equal groups are looked up as one
+        ((FULL, WINDOW, WINDOW, STATE), (2,), (False, True, True, False)),
+    ],
+)
+def test_groups_have_drafts_as_vllm_decides_it(
+    specs: tuple[Any, ...], flagged: tuple[int, ...], drafted: tuple[bool, ...]
+) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    config = cache(*specs, eagle=flagged)
+    managers = KVCacheManager(config, 1 << 10, 32, 32, use_eagle=True).coordinator.single_type_managers
+    assert tuple(each.use_eagle and spec is not STATE for each, spec in zip(managers, specs, strict=True)) == drafted
+    if STATE not in specs or WINDOW not in specs:
+        found = groups.of_engine(config, 32, drafts=True)
+        assert tuple(rule.drafts for rule in found.groups) == drafted
+
+
+def test_chunks_have_no_drafts() -> None:
+    """vLLM's own look-up of a chunk with drafts ends the engine."""
+    with pytest.raises(ValueError, match="KV group of this kind has no drafts: group=1 kind=chunk"):
+        groups.of_engine(cache(FULL, CHUNK), 32, drafts=True)
 
 
 def test_a_subclass_of_a_known_kind_is_not_known() -> None:

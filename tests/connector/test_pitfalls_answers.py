@@ -19,9 +19,11 @@ from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, fails_with
+from .fakes import BLOCK, GEOMETRY, fails_with
 from .fakes import Engine as FakeEngine
 from .real import OtherConnector, RealEngine
 
@@ -268,21 +270,27 @@ def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatc
 def test_p24_a_drafter_costs_the_last_matched_block_once(monkeypatch: Patch) -> None:
     """Its draft KV depends on the token after it, which no hash covers; and a saved block's may not be written yet."""
 
-    def check(drop_last: bool) -> None:
-        engine = FakeEngine(drop_last=drop_last, save_decode_cache=True, credits=range(40, 60))
-        request, short = engine.add("r", 5 * BLOCK, staged=4), engine.add("short", 5 * BLOCK, staged=1)
-        assert engine.match(short) == (0, False)
+    drafted = Groups((Group(Kind.FULL, BLOCK, drafts=True),), BLOCK)
+
+    def check(groups: Groups) -> None:
+        engine = FakeEngine(groups=groups, save_decode_cache=True, credits=range(40, 60))
+        request, short = engine.add("r", 5 * BLOCK), engine.add("short", BLOCK + 1)
+        assert engine.match(short) == (0, False), "nothing could prove its only block"
+        hint = engine.daemon.hint("r")
+        assert len(hint.hashes) // hint.hash_bytes == hint.blocks + 1 == 5, "the last digest is that of the proof"
+        prompt = Prompt(drafted, hint.hashes, range(hint.blocks), room=9, staged=lambda _: False)
+        while names := prompt.next(9):
+            prompt.found(b"\1" * min(4, len(names)), b"")
+        assert prompt.choose().blocks == 3, "four are there"
+        engine.daemon.stage("r", 3)
         engine.take(request, 3 * BLOCK)
         engine.acknowledge(engine.step([(request, 2 * BLOCK)]))
-        engine.daemon.drain()
-        done = engine.daemon.dones[-1]
-        assert (done.loaded_from, done.loaded_blocks) == (0, 3), "not the one dropped, although it was claimed"
         request.num_tokens += BLOCK
         assert engine.step([(request, BLOCK)]).saves == []
 
-    check(True)
+    check(drafted)
     with pytest.raises(AssertionError):
-        check(False)
+        check(GEOMETRY.groups)
 
 
 def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import BLOCK, Site, fingerprint, hits, served, whole_blocks
+from tests.lab.hybrid import make_eagle
 from tests.lab.prompts import make_prompts
 
 pytestmark = pytest.mark.stress
@@ -36,27 +37,6 @@ def gemma(folder: Path) -> Path:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
     model.save_pretrained(folder / "gemma")
     return folder / "gemma"
-
-
-def eagle(folder: Path, target: Path) -> Path:
-    """One layer that drafts from the target's hidden states."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(3)
-    shapes = {
-        "fc": (128, 256), "layers.0.self_attn.q_proj": (128, 128), "layers.0.self_attn.k_proj": (64, 128),
-        "layers.0.self_attn.v_proj": (64, 128), "layers.0.self_attn.o_proj": (128, 128),
-        "layers.0.mlp.gate_proj": (256, 128), "layers.0.mlp.up_proj": (256, 128), "layers.0.mlp.down_proj": (128, 256),
-    }  # fmt: skip
-    tensors = {f"{name}.weight": torch.randn(size, generator=generator) * 0.08 for name, size in shapes.items()}
-    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(128)
-    (folder / "eagle").mkdir()
-    save_file(tensors, str(folder / "eagle" / "model.safetensors"), metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
-    (folder / "eagle" / "config.json").write_text(json.dumps(config))
-    return folder / "eagle"
 
 
 def adapter(folder: Path, seed: int) -> str:
@@ -103,7 +83,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, tmp_path: Path, case: s
         },
         "eagle drafts": lambda: {
             "extra": {
-                "speculative_config": {"method": "eagle", "model": str(eagle(tmp_path, site.model)), **drafts},
+                "speculative_config": {"method": "eagle", "model": str(make_eagle(tmp_path / "eagle")), **drafts},
             },
         },
     }  # fmt: skip

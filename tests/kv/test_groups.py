@@ -24,6 +24,11 @@ def read(group: Group, tokens: int) -> set[int]:
     return {token // group.block_tokens for token in range(max(first, 0), tokens)}
 
 
+def proof(group: Group, tokens: int) -> set[int]:
+    """The block whose first token the drafter's KV of the prefix's last one was computed from."""
+    return {tokens // group.block_tokens} if group.drafts else set()
+
+
 def lengths(groups: Groups, local: int, usable: int) -> range:
     return range(local + groups.unit_tokens, usable + 1, groups.unit_tokens)
 
@@ -48,7 +53,10 @@ def in_tokens(found: Prompt) -> Prompt:
 @given(ranges)
 def test_wanted_is_what_some_prefix_reads(found: Prompt) -> None:
     groups, local, above, usable = in_tokens(found)
-    needs = [beyond(groups, local, tokens) for tokens in lengths(groups, above, usable)]
+    needs = [
+        [need | proof(group, tokens) for group, need in zip(groups.groups, beyond(groups, local, tokens), strict=True)]
+        for tokens in lengths(groups, above, usable)
+    ]
     for number, blocks in enumerate(groups.wanted(local, above, usable)):
         assert blocks.tolist() == sorted(set().union(*(need[number] for need in needs)))
 
@@ -84,20 +92,25 @@ def test_a_slot_tables_entries_are_those_of_the_blocks_to_load(found: Prompt, st
 
 @given(prompts, st.integers(1, LONGEST * 8), st.sampled_from([None, 0, 1, 2, 5]))
 def test_saves_are_enough_to_go_on_where_vllm_does(prompt: Prompt, prefill: int, retention: int | None) -> None:
-    """At the last unit before the end of the prompt, and with a retention interval at each multiple of it."""
+    """At the last unit before the end of the prompt, and with a retention interval at each multiple of it.
+
+    With drafts a proof is needed, too: there the last unit is the one before.
+    """
     groups, before, after, rest = prompt
     unit = groups.unit_tokens
     before, after = sorted((before * unit + rest, after * unit + rest))
     kept = None if retention is None else retention * unit
     found = [set(map(int, blocks)) for blocks in groups.saved(before, after, prefill, kept)]
     goals = {(prefill - 1) // unit * unit}
+    if groups.proof_tokens:
+        goals = {max(0, each // unit * unit - unit) for each in (prefill - 1, prefill)}
     if kept != 0:
-        goals |= set(range(0, after + 1, kept or unit))
+        goals |= set(range(kept or unit, after + 1, kept or unit))
     for tokens in goals:
         for group, blocks in zip(groups.groups, found, strict=True):
             new = range(before // unit * unit // group.block_tokens, after // unit * unit // group.block_tokens)
             if group.kind is not Kind.STATE:
-                assert read(group, tokens) & set(new) <= blocks
+                assert (read(group, tokens) | proof(group, tokens)) & set(new) <= blocks
                 assert blocks <= set(new)
 
 

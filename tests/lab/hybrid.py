@@ -84,6 +84,28 @@ def make_qwen3_next(folder: Path) -> Path:
     return folder
 
 
+def make_eagle(folder: Path) -> Path:
+    """Write a layer that drafts from the hidden states of any model of hidden size 128; return its folder."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "fc": (128, 256), "layers.0.self_attn.q_proj": (128, 128), "layers.0.self_attn.k_proj": (64, 128),
+        "layers.0.self_attn.v_proj": (64, 128), "layers.0.self_attn.o_proj": (128, 128),
+        "layers.0.mlp.gate_proj": (256, 128), "layers.0.mlp.up_proj": (256, 128), "layers.0.mlp.down_proj": (128, 256),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(size, generator=generator) * 0.08 for name, size in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(128)
+    transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, architectures=["EagleLlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
 def without_checkpoints_inside_a_step() -> None:
     """Let the engine's Mamba 2 layers keep states at the end of a step only, as they do in vLLM 0.31.
 

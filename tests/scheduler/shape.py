@@ -49,7 +49,8 @@ class Site:
 class Shape:
     """The set-up of an engine. `queue` is the batch queue's size: 1 for the synchronous step, else steps in flight.
 
-    `groups`: of the model's layers; `retention`: vLLM's prefix_cache_retention_interval, for several groups.
+    `groups`: of the model's layers, with `drafts` perhaps a drafter's; `retention`: vLLM's
+    prefix_cache_retention_interval, for several groups.
     `one_head`: all ranks hold the same bytes. `patient`: requests wait for late blocks even if recomputing is sooner.
     """
 
@@ -84,6 +85,9 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
     config = sized(base, BLOCK, shape.blocks, shape.ranks, shape.seqs, shape.budget)
     config.scheduler_config.async_scheduling = shape.queue > 1
     config.cache_config.mamba_cache_mode = "align" if shape.has_states else "none"
+    if shape.drafts and shape.groups.proof_tokens:  # the workers draft as before; what vLLM drops is a drafter's
+        config.speculative_config = copy.copy(config.speculative_config)
+        config.speculative_config.method = "eagle"
     config.scheduler_config.policy = "priority" if shape.priorities else "fcfs"
     config.instance_id = name
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null")
@@ -163,7 +167,7 @@ def cache_config(
     made, tensors = [], []
     for number, group in enumerate(groups.groups):
         names = [f"layer{number}.{i}" for i in range(LAYERS)]
-        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes, drafts)))
+        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes, drafts), is_eagle_group=group.drafts))
         strides = {"layer_stride": blocks * page_bytes, "block_stride": page_bytes}
         tensors.append(kinds.KVCacheTensor(size=blocks * page_bytes * LAYERS, layers=names, **strides))
     config = kinds.KVCacheConfig(blocks, tensors, made, retention, kv_cache_layout="LBNHC")

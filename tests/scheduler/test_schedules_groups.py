@@ -33,6 +33,12 @@ STATES = {
     "state": (Groups((STATE, FULL), BLOCK), 8),
     "two states": (Groups((FULL, STATE, STATE), BLOCK), None),
 }
+DRAFTED = FULL._replace(drafts=True)
+DRAFTERS = {
+    "full": (Groups((DRAFTED,), BLOCK), None),
+    "window": (Groups((WINDOW._replace(drafts=True), DRAFTED), BLOCK), 8),
+    "state": (Groups((STATE, DRAFTED), BLOCK), 8),
+}
 # Ranks that hold one head have states of their own, so that the layers above would not agree.
 WITH_STATES: Any = {"one_head": False}
 
@@ -72,6 +78,23 @@ def test_some_random_schedules_with_states(site: Site) -> None:
     total = explore(site, 10, queue=2, groups=groups, retention=retention, **WITH_STATES)
     print(total)
     for what in (*SOME, "drafts", "chunks", "stored_state"):
+        assert total[what] > 0, f"no example had any {what}: {total}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "full",
+        pytest.param("window", marks=pytest.mark.shows("EAGLE drafts", "full attention and sliding windows")),
+        pytest.param("state", marks=pytest.mark.shows("EAGLE drafts", "full attention and Mamba")),
+    ],
+)
+def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
+    groups, retention = DRAFTERS[layout]
+    states = WITH_STATES if Kind.STATE in {each.kind for each in groups.groups} else {}
+    total = explore(site, 10, queue=2, groups=groups, retention=retention, drafts=True, **states)
+    print(total)
+    for what in (*SOME, "drafts"):
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 

@@ -58,10 +58,7 @@ class EngineSpec:
 
     def scheduler(self) -> SchedulerInfo:
         size = 64 * self.max_blocks
-        named = [
-            GroupInfo(kind=each.kind.value, block_tokens=each.block_tokens, window_tokens=each.window_tokens)
-            for each in self.groups.groups
-        ]
+        named = [GroupInfo(**each._asdict() | {"kind": each.kind.value}) for each in self.groups.groups]
         return SchedulerInfo(
             max_blocks=self.max_blocks,
             max_hint_bytes=size,

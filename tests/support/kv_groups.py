@@ -17,6 +17,7 @@ def layouts(draw: st.DrawFn) -> Groups:
     blocks = [hash_tokens * each for each in draw(st.lists(sizes, min_size=1, max_size=4))]
     unit = Groups(tuple(Group(Kind.FULL, block) for block in blocks), hash_tokens).unit_tokens
     groups, full = [], draw(st.integers(0, len(blocks) - 1))
+    drafted = draw(st.sampled_from([(), (Kind.FULL,), (Kind.WINDOW,), (Kind.FULL, Kind.WINDOW)]))
     for number, block in enumerate(blocks):
         kinds = [Kind.FULL, Kind.FULL, Kind.WINDOW, Kind.WINDOW] + [Kind.CHUNK] * (block == unit)
         kinds += [Kind.STATE] * (block == hash_tokens)  # of larger ones prefixes may end inside a block
@@ -25,5 +26,5 @@ def layouts(draw: st.DrawFn) -> Groups:
             window = draw(st.integers(2, 6 * block))
         elif kind is Kind.CHUNK:
             window = unit * draw(st.integers(1, 4))
-        groups.append(Group(kind, block, window))
+        groups.append(Group(kind, block, window, kind in drafted))
     return Groups(tuple(groups), hash_tokens)

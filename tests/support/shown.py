@@ -65,6 +65,7 @@ FEATURES = (
     "n-gram drafts",
     "EAGLE drafts",
     "two tensor-parallel ranks",
+    "data-parallel ranks on two nodes",
     "ranks that Ray started on one node",
     "child of MultiConnector",
     "prefill/decode, beside a peer-to-peer connector",

@@ -38,7 +38,7 @@ class Setup:
         self.silent = False
         self.asked: list[str] = []
         self.waiting: list[Request] = []
-        self.ahead = Ahead(1, slots, partial=True)
+        self.ahead = Ahead(ONE_GROUP, slots)
         self.told: list[tuple[str, Outcome]] = []  # by the prompt
         self.names: dict[int, str] = {}
         self.numbers = count(1)

@@ -7,8 +7,9 @@ import pytest
 from kvprefetch.daemon.engine.ahead import AT_WORK, ENOUGH, MAX_BYTES, MAX_KNOWN, MAX_WAITING, VAIN_SHARE, Ahead
 from kvprefetch.daemon.planning.requests import Failure
 from kvprefetch.daemon.telemetry.trace import Met
+from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.daemon.engine.announcing import MS, Setup, announced, joined
-from tests.daemon.planning.support import digests, hint, hit, run
+from tests.daemon.planning.support import ONE_GROUP, digests, hint, hit, run
 
 
 def test_the_next_hint_finds_what_was_announced_and_no_request_holds() -> None:
@@ -167,7 +168,7 @@ def test_announcing_in_vain_leaves_a_part_of_the_room() -> None:
 
 
 def test_several_kv_groups_stage_whole_prompts_alone() -> None:
-    ahead = Ahead(1, 4, partial=False)
+    ahead = Ahead(Groups((Group(Kind.FULL, 1), Group(Kind.STATE, 1)), 1), 4)
     for number, (name, most) in enumerate((("abcde", 9), ("abc", 2), ("abc", 9), ("de", 9))):
         ahead.add(number, announced(number, name, most_blocks=most), joined(name), 0)
     refused = [ahead.next_outcome() for _ in range(2)]
@@ -258,7 +259,7 @@ def test_announcements_are_bounded_and_so_are_the_prompts_at_work() -> None:
 
 
 def test_the_digests_that_wait_are_bounded() -> None:
-    ahead, size = Ahead(1, 1 << 20, partial=True), MAX_BYTES // 2 // len(digests("a"))
+    ahead, size = Ahead(ONE_GROUP, 1 << 20), MAX_BYTES // 2 // len(digests("a"))
     order = announced(0, "a").model_copy(update={"hashes": size})
     for number in range(3):
         ahead.add(number, order, bytes(size * order.hash_bytes), 0)

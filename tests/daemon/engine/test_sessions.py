@@ -21,6 +21,7 @@ from kvprefetch.daemon.engine.sessions import (
     Sessions,
 )
 from kvprefetch.shmring.wire.admin import Outcome
+from tests.daemon.planning.support import ONE_GROUP
 
 SECOND_NS, SIZE = 1_000_000_000, 8
 LEASE_NS = 10 * SECOND_NS
@@ -31,7 +32,7 @@ class Setup:
     """Sessions with prompts of letters, a digest for each."""
 
     def __init__(self, block_ns: float = 0.0, free: int = 0) -> None:
-        self.sessions, self.now, self.block_ns, self.free = Sessions(1, LEASE_NS), 0, block_ns, free
+        self.sessions, self.now, self.block_ns, self.free = Sessions(ONE_GROUP, LEASE_NS), 0, block_ns, free
         self.numbers = 0
 
     def come(self, session: str, prompt: str, after_ns: int = 0, local: int = 0) -> tuple[int | None, list[int]]:

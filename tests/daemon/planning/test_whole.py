@@ -31,7 +31,7 @@ def name(groups: Groups, prompt: int, group: int, block: int) -> bytes:
 
 
 def hashes(groups: Groups, prompt: int, units: int) -> bytes:
-    return b"".join(digest(prompt, i) for i in range(units * groups.unit_tokens // groups.hash_tokens))
+    return b"".join(digest(prompt, i) for i in range(groups.digests(units)))
 
 
 def needed(groups: Groups, prompt: int, local: int, units: int) -> list[bytes]:
@@ -41,10 +41,16 @@ def needed(groups: Groups, prompt: int, local: int, units: int) -> list[bytes]:
     return [name(groups, prompt, group, block) for group, blocks in items for block in blocks]
 
 
+def proofs(groups: Groups, prompt: int, units: int) -> list[bytes]:
+    """The names of the blocks behind a prefix, in groups with drafts."""
+    ends = [units * groups.unit_tokens // group.block_tokens for group in groups.groups]
+    return [name(groups, prompt, i, end) for i, end in enumerate(ends) if groups.groups[i].drafts]
+
+
 def longest(groups: Groups, prompt: int, local: int, units: int, there: set[bytes], room: int) -> int:
     for n in range(units, local, -1):
         wanted = needed(groups, prompt, local, n)
-        if len(wanted) <= room and there.issuperset(wanted):
+        if len(wanted) <= room and there.issuperset(wanted + proofs(groups, prompt, n)):
             return n
     return local
 
@@ -115,7 +121,8 @@ def test_of_a_longer_local_prefix_only_what_the_load_needs_counts_as_loaded(
 
 
 def needed_by_any(groups: Groups, prompt: int, local: int = 0, units: int = 9) -> set[bytes]:
-    return {each for n in range(local, units) for each in needed(groups, prompt, local, n + 1)}
+    prefixes = range(local + 1, units + 1)
+    return {each for n in prefixes for each in needed(groups, prompt, local, n) + proofs(groups, prompt, n)}
 
 
 def stage(planner: Planner, number: int, units: int, prompt: int = 1, local: int = 0) -> None:
