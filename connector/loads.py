@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..kv.groups import Kind
-from ..shmring._atomics import block_ids
 from .geometry import Geometry
 from .hints import Handle
 from .metadata import LoadOrder
@@ -94,9 +93,9 @@ class Loads:
         ids = array("I")
         for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):
             first = start // group.block_tokens
-            if first < items.start and any(block_ids(table, first, items.start)):
+            if first < items.start and any(block.block_id for block in table[first : items.start]):
                 return nothing, nothing  # the engine counts on blocks that nobody fills
-            found = block_ids(table, items.start, items.stop)
+            found = array("I", [block.block_id for block in table[items.start : items.stop]])
             if group.kind is not _FULL and not all(found):
                 return nothing, nothing  # vLLM gave up a block that is needed
             ids += found

@@ -196,12 +196,6 @@ static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
 }
 
 static PyMethodDef module_methods[] = {
-    {"heads", (PyCFunction)(void (*)(void))heads, METH_FASTCALL,
-     "heads(digests, start, stop, step) -> bytes: the first 8 bytes of each step-th digest of a list"},
-    {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
-     "mark(digests, start, stop, step, mix, known, places): put each step-th digest's key into its place, or take it out"},
-    {"block_ids", (PyCFunction)(void (*)(void))block_ids, METH_FASTCALL,
-     "block_ids(blocks, start, stop) -> array('I'): block_id of each of blocks[start:stop], numbers below 2^32"},
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
     {NULL, NULL, 0, NULL},
 };
@@ -215,7 +209,7 @@ PyMODINIT_FUNC PyInit__atomics(void)
 {
     PyObject *m = PyModule_Create(&module);
     words_type = m == NULL ? NULL : (PyTypeObject *)PyType_FromSpec(&Words_spec); /* for the life of the process */
-    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0 || prepare_lists() < 0
+    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0
         || add_flag_types(m) < 0 || add_handle_type(m) < 0 || add_ring_types(m) < 0)
         Py_CLEAR(m);
     return m;

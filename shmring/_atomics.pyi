@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from typing_extensions import Buffer, Self
 
@@ -10,11 +10,6 @@ from .flags import Flag
 
 S = TypeVar("S")
 F = TypeVar("F")
-
-class Block(Protocol):
-    """vLLM's KVCacheBlock, as far as it is read."""
-
-    block_id: int
 
 class Words:
     @property
@@ -98,7 +93,4 @@ class Pusher:
         /,
     ) -> Handle[S] | None: ...
 
-def heads(digests: list[bytes], start: int, stop: int, step: int, /) -> bytes: ...
-def mark(digests: list[bytes], start: int, stop: int, step: int, mix: int, known: bool, places: Buffer, /) -> None: ...
-def block_ids(blocks: Sequence[Block], start: int, stop: int, /) -> array[int]: ...
 def fence() -> None: ...

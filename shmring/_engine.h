@@ -1,4 +1,4 @@
-/* What _flags.c, _handle.c, _lists.c and _ring.c share: types of the engine's side, which Python subclasses give their checks and slow paths
+/* What _flags.c, _handle.c and _ring.c share: types of the engine's side, which Python subclasses give their checks and slow paths
  * (flags.FlagTable, flags.FlagAllocator, ring.Producer).  The rules and the orders (SYNC) are those of flags.py and ring.py.
  * The other side may write anything into the memory: a word is copied once, checked, and used.
  */

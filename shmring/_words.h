@@ -96,12 +96,6 @@ int add_flag_types(PyObject *module);
 int add_handle_type(PyObject *module);
 int add_ring_types(PyObject *module);
 
-/* Functions of _lists.c: as in module_methods. */
-PyObject *heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *mark(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-PyObject *block_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-int prepare_lists(void);
-
 #pragma GCC visibility pop
 
 #endif /* SHMRING_ORDERS_ONLY */
