@@ -38,7 +38,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     if parallel.world_size > 1 and (launcher == "external_launcher" or parallel.nnodes_within_dp > 1):
         # A scheduler of its own for each rank, or a daemon of its own for each node.
         raise _refused(
-            "an engine's ranks must be on one node, and started by vLLM: "
+            "an engine's ranks must be on one node, and started by vLLM (vLLM's MooncakeStoreConnector serves others): "
             f"distributed_executor_backend={launcher} nnodes={parallel.nnodes} world_size={parallel.world_size}"
         )
     if launcher == "ray" and parallel.pipeline_parallel_size > 1 and not compat.ray_reports_all_stages():
@@ -138,7 +138,8 @@ def _check_node(vllm_config: VllmConfig, rank: str, node: KVPrefetchNode, other:
             "an engine's ranks must be on the node of its scheduler, as they share memory with one daemon: "
             f"{rank} is on node={node.hostname}, {other} on node={here.hostname}, "
             f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend} "
-            "(give an engine no more ranks than one node has GPUs; data-parallel engines may be on other nodes)"
+            "(give an engine no more ranks than one node has GPUs, or use vLLM's MooncakeStoreConnector; data-parallel "
+            "engines may be on other nodes)"
         )
 
 
