@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-serve bench-ring bench-beside bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,9 +102,6 @@ bench-agents: setup ## sessions of coding agents in engines of one process, to r
 
 bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
 	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)
-
-bench-beside: setup ## loads beside saves over a limited link (root)
-	@$(BIN)/python -m benchmarks.beside $(ARGS)
 
 bench-ring: setup ## cost of one push, one poll and one wake-up
 	@$(BIN)/python -m benchmarks.ring $(ARGS)

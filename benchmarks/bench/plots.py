@@ -25,8 +25,6 @@ COLORS = {
     "kvprefetch": "#009E73",
     "kvprefetch-wait": "#0072B2",
     "kvprefetch-announced": "#009E73",
-    "kvprefetch-timeout": "#0072B2",
-    "kvprefetch-best-effort": "#0072B2",
 }
 BOUND = "bound: max(0, F - W)"
 # Steps of the bound's curve.

@@ -20,8 +20,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ON_DEMAND: {"hint_on_arrival": False, "wait_policy": "wait"},
     OURS: {"wait_policy": "adaptive"},
     "kvprefetch-wait": {"wait_policy": "wait"},
-    "kvprefetch-timeout": {"wait_policy": "timeout", "wait_timeout_ms": 5000},
-    "kvprefetch-best-effort": {"wait_policy": "best_effort"},
     ANNOUNCED: {"wait_policy": "wait"},
     SESSIONS: {"wait_policy": "adaptive"},
 }
