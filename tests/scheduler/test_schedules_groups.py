@@ -98,6 +98,19 @@ def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
+@pytest.mark.parametrize("layout", DRAFTERS)
+def test_random_schedules_with_a_drafter(site: Site, layout: str, queue: int) -> None:
+    groups, retention = DRAFTERS[layout]
+    states = WITH_STATES if layout == "state" else {}
+    total = explore(site, 35, queue=queue, groups=groups, retention=retention, drafts=True, **states)
+    print(total)
+    for what in (each for each in COVERED if each != "chunks"):  # sessions have no drafts: see Engine.add
+        assert total[what] > 0, f"no example had any {what}: {total}"
+
+
 @pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="not tried with this vLLM")
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
 def test_vllm_alone_fails_in_a_session_with_states_and_two_steps_in_flight(site: Site, queue: int) -> None:
