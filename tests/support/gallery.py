@@ -1,0 +1,189 @@
+"""The KV groups that vLLM makes of the models people serve, and whether the connector serves an engine with them.
+
+`.venv/bin/python -m tests.support.gallery` prints the table of docs/reference/models.md, or the rows of models named.
+Each model is built without weights from the numbers of its class in transformers.  Its layers' KV goes through vLLM's
+own `get_kv_cache_configs` and the checks of an engine's start.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+MEMORY_BYTES = 1 << 40
+HEAD = (
+    "| models | vLLM's class | KV groups, with their layers | block: tokens, KiB | |",
+    "| --- | --- | --- | --- | --- |",
+)
+# Engines of vLLM's CPU build have run with groups of these kinds (docs/reference/compatibility.md).
+RUN = ({"full"}, {"full", "window"}, {"full", "chunk"}, {"full", "state"})
+
+
+class Model(NamedTuple):
+    """A class of vLLM's, the type of its configuration, and numbers that this type lacks."""
+
+    architecture: str
+    kind: str
+    numbers: Mapping[str, Any] = MappingProxyType({})
+
+
+MODELS = {
+    "Llama 2 and 3": Model("LlamaForCausalLM", "llama"),
+    "Llama 4": Model("Llama4ForConditionalGeneration", "llama4"),
+    "Qwen3": Model("Qwen3ForCausalLM", "qwen3"),
+    "Qwen3 MoE": Model("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "Qwen3-VL": Model("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+    "Qwen3-Next": Model("Qwen3NextForCausalLM", "qwen3_next"),
+    "Qwen3.5 and 3.6": Model("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "Qwen3.5 and 3.6 MoE": Model("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "DeepSeek-V3, R1; Kimi K2": Model("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "DeepSeek-V3.2": Model("DeepseekV32ForCausalLM", "deepseek_v32"),
+    "Kimi K2.5": Model("KimiK25ForConditionalGeneration", "kimi_k25"),
+    "Kimi Linear": Model("KimiLinearForCausalLM", "kimi_linear"),
+    "GLM-4.5 to 4.7": Model("Glm4MoeForCausalLM", "glm4_moe", {"head_dim": 128}),
+    "GLM-5": Model("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
+    "MiniMax-M2": Model("MiniMaxM2ForCausalLM", "minimax_m2", {"rotary_dim": 64, "scoring_func": "sigmoid"}),
+    "gpt-oss": Model("GptOssForCausalLM", "gpt_oss"),
+    "Gemma 3": Model("Gemma3ForConditionalGeneration", "gemma3"),
+    "Gemma 4": Model("Gemma4ForCausalLM", "gemma4_text"),
+    "Mistral 7B v0.1": Model("MistralForCausalLM", "mistral"),
+    "Mistral Small 3": Model("Mistral3ForConditionalGeneration", "mistral3"),
+    "Nemotron-H": Model("NemotronHForCausalLM", "nemotron_h"),
+    "Granite 4 H": Model(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", {"layer_types": [*["mamba"] * 7, "attention"] * 4}
+    ),
+    "Falcon-H1": Model("FalconH1ForCausalLM", "falcon_h1"),
+    "Phi-3 and 4": Model("Phi3ForCausalLM", "phi3"),
+    "OLMo 3": Model("Olmo3ForCausalLM", "olmo3"),
+    "Command A": Model("Cohere2ForCausalLM", "cohere2"),
+    "EXAONE 4": Model("Exaone4ForCausalLM", "exaone4"),
+    "ERNIE 4.5 MoE": Model("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    "Seed-OSS": Model("SeedOssForCausalLM", "seed_oss"),
+    "SmolLM3": Model("SmolLM3ForCausalLM", "smollm3"),
+}
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for torchvision, which models for pictures import; the shape of their KV does not depend on it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
+        )
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        class Module(types.ModuleType):
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return MagicMock()
+
+        return Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def configured(folder: Path, model: Model) -> str:
+    """Write the model's config.json, and return the folder."""
+    import transformers
+
+    transformers.AutoConfig.for_model(model.kind).save_pretrained(folder)
+    numbers = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**numbers, **model.numbers, "architectures": [model.architecture]}))
+    return str(folder)
+
+
+def row(name: str, folder: Path) -> str:
+    """Return the model's row. It initialises torch's process group: one call a process."""
+    import torch
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from kvprefetch.connector import geometry, refusals
+
+    sys.meta_path.append(Absent())
+    registry._run_in_subprocess = lambda call: call()  # it is thrown away afterwards, as this one is
+    torch.cpu._is_amx_tile_supported = lambda: True  # on other CPUs vLLM has no prefix cache of MLA
+    model = MODELS[name]
+    options = {"load_format": "dummy", "dtype": "bfloat16", "enable_prefix_caching": True, "language_model_only": True}
+    config = EngineArgs(model=configured(folder, model), skip_tokenizer_init=True, **options).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"), set_default_torch_dtype(torch.bfloat16):
+            initialize_model(vllm_config=config)
+        current_platform.update_block_size_for_backend(config)
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        specs = {each: spec for each, layer in layers.items() if (spec := layer.get_kv_cache_spec(config)) is not None}
+        resolve_kv_cache_layout(config, [["LBNHC", "LBHNC", "BLNHC", "BLHNC"]], specs.values())
+        (found,) = get_kv_cache_configs(config, [specs], [MEMORY_BYTES])
+        made = [(type(each.kv_cache_spec).__name__, len(each.layer_names)) for each in found.kv_cache_groups]
+        size = f"{found.kv_cache_tensors[0].size // found.num_blocks >> 10:,}"
+        try:
+            refusals.check(config, found)
+            rules = geometry.rules_of(config, found)
+        except ValueError as error:
+            why = str(error).partition("connector: ")[2]
+            kinds = "; ".join(f"{kind.removesuffix('Spec')}: {count}" for kind, count in made)
+            return f"| {name} | `{model.architecture}` | {kinds} | {size} | refused: {why} |"
+        groups = [
+            (group.kind.value, count, group.window_tokens) for group, (_, count) in zip(rules.groups, made, strict=True)
+        ]
+        parts = []
+        for (kind, window), same in groupby(sorted(groups), key=lambda each: (each[0], each[2])):
+            counts = [count for _, count, _ in same]
+            times = f"{len(counts)} groups of {counts[-1]}" if len(counts) > 1 else str(counts[0])
+            parts.append(f"{kind}{f' {window:,}' if window else ''}: {times}")
+        mla = any(kind.startswith("MLA") for kind, _ in made)
+        ran = not mla and {kind for kind, *_ in groups} in RUN
+        what = "served" if ran else "untried: MLA needs a CPU with AMX, or a GPU" if mla else "untried"
+        return f"| {name} | `{model.architecture}` | {'; '.join(parts)} | {rules.unit_tokens}, {size} | {what} |"
+
+
+def rows(names: list[str]) -> list[str]:
+    """Return the rows of these models, each made in a process of its own."""
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    import vllm.engine.arg_utils  # noqa: F401  # once for all of them
+
+    lines = []
+    for name in names:
+        ours, theirs = os.pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            if not (child := os.fork()):
+                try:
+                    line = row(name, Path(folder))
+                except BaseException as error:
+                    said = str(error).strip().splitlines() or [""]
+                    what = f"{type(error).__name__}: {said[-1].rstrip('.')}"
+                    line = f"| {name} | `{MODELS[name].architecture}` | | | not made here: {what} |"
+                os.write(theirs, line.encode())
+                os._exit(0)
+            os.close(theirs)
+            with open(ours) as written:
+                lines.append(written.read())
+            os.waitpid(child, 0)
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join([*HEAD, *rows(sys.argv[1:] or list(MODELS))]))
