@@ -11,7 +11,6 @@ only part of it, and joins neighbours that one request alone holds.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -21,7 +20,7 @@ from itertools import chain, islice
 import numpy as np
 
 from .copies import Copies
-from .requests import Announced, Request
+from .requests import Request
 from .runs import BlockState, Lane, Run
 
 MAX_TRIES = 1024  # idle runs looked at for one that makes room
@@ -108,15 +107,14 @@ class Blocks:
         """Return how many more slots this lane may use, free or not."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
-    def take_slots(self, most: int, announced: Announced | None = None) -> array[int]:
+    def take_slots(self, most: int, since_ns: int = 0, *, hinted: bool = True) -> array[int]:
         """Take free slots, then those of the least recently used blocks.
 
-        For an announced request, up to a block of an announcement that counted when this one was planned.
+        Blocks of an announcement that counted at `since_ns` go last, and for a `hinted` request alone.
         """
-        until_ns = math.inf if announced is None else announced.since_ns
         slots = self._free[: -most - 1 : -1]
         del self._free[len(self._free) - len(slots) :]
-        while len(slots) < most and (run := self._oldest(until_ns)) is not None:
+        while len(slots) < most and (run := self._oldest(since_ns, hinted=hinted)) is not None:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
@@ -129,10 +127,11 @@ class Blocks:
                 del self._idle[run]
         return slots
 
-    def _oldest(self, until_ns: float) -> Run | None:
-        """Return the least recently used idle run that is not kept longer for its announcement."""
+    def _oldest(self, since_ns: int, *, hinted: bool) -> Run | None:
+        """Return the least recently used idle run that is not kept for an announcement; for a hinted request any."""
         runs = islice(self._idle, MAX_TRIES)
-        return next((run for run in runs if run.ahead_until_ns <= until_ns), None)
+        found = next((run for run in runs if run.ahead_until_ns <= since_ns), None)
+        return next(reversed(self._idle), None) if found is None and hinted else found
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Request) -> Run:
         """Enter blocks that a store call is about to write into these slots."""

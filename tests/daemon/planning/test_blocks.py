@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, announced, hint, hit, ordered, planned, run
+from tests.daemon.planning.support import Planner, announced, block, hint, hit, ordered, planned, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
@@ -58,6 +58,24 @@ def test_the_last_blocks_of_the_least_recently_used_run_make_room_first() -> Non
     hit(planner, 2, "x")
     run(planner)
     assert planner.requests[hint(planner, 3, *"abcd")].issued == 3
+
+
+def test_blocks_that_are_announced_make_room_last_and_the_prompt_that_came_last_goes_first() -> None:
+    planner, _ = planned(6, 8)
+    for number, names in enumerate(("ab", "cd"), 1):
+        key = announced(planner, number, *names)
+        order = planner.next_order(ahead=True)
+        assert order is not None
+        planner.fetched(order.number, [True, True], 1)
+        planner.finish(key)
+    used = hit(planner, 2, "x", "y")
+    run(planner)
+    planner.finish(used, range(2))
+    hit(planner, 4, "u", "v", "w")
+    assert run(planner) == [["u", "v", "w"]]
+    left = [name for name in "abcdxy" if planner.blocks.holds(block(name))]
+    assert left == ["a", "b", "c"], "x and y were used later, and nobody expects them"
+    planner.check()
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
