@@ -214,7 +214,7 @@ class Claims:
             elif start < handle.local_blocks:
                 # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
                 self.finish(state, Outcome.EVICTED)
-                state.evicted()
+                state.evicted(visit.now_ns)
             elif flag.state != HINTED:  # after a stop, nothing is no miss
                 return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
         return self._unhinted(state, session, visit) if session.alive(visit.now_ns) else NOTHING

@@ -88,6 +88,12 @@ class Wait:
         self.base, self.counts, self.stopped, self.hinted = 0, policy != "adaptive", False, (0, 0)
 
 
+    def restart(self, now_ns: int) -> None:
+        """The engine lost local blocks, and what came for it is of no use: another fetch begins. The bound stays."""
+        self.began_ns = self.progress_ns = now_ns
+        self.counts, self.stopped, self.hinted = self.policy != "adaptive", False, (0, 0)
+
+
 def loads_beside(size_bytes: int, max_bytes: int, *, load: float) -> bool:
     """Whether a load runs beside the forward; up to `max_bytes` run before that of an empty engine."""
     return size_bytes > max_bytes * (1.0 - load)

@@ -94,9 +94,11 @@ class RequestState:
         """A hint was sent at a visit."""
         self.late_hints += 1
 
-    def evicted(self) -> None:
+    def evicted(self, now_ns: int) -> None:
         """Local blocks are gone, so the next hint is free: each such hint counts on fewer local blocks."""
         self.late_hints -= 1
+        if self.wait is not None:
+            self.wait.restart(now_ns)
 
     def start_wait(self, wait: Wait) -> Wait:
         """A visit found the request pending for the first time."""

@@ -126,6 +126,21 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
     assert cost_ns(10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
 
 
+def test_a_wait_begins_anew_when_local_blocks_are_lost() -> None:
+    """All that was asked for came, and then the engine's step took long: that says nothing of the next fetch."""
+    engine = measured()
+    request = engine.add("r", 40 * BLOCK + 1, local=9 * BLOCK)
+    assert engine.match(request, 9 * BLOCK) == PENDING
+    engine.daemon.stage("r", 40)
+    engine.clock.advance_ms(2000)
+    engine.daemon.beat()
+    assert engine.match(request, 5 * BLOCK) == PENDING
+    assert engine.daemon.hint("r").local_blocks == 5
+    step(engine)
+    engine.daemon.stage("r", 40)
+    assert engine.match(request, 5 * BLOCK) == (35 * BLOCK, False)
+
+
 # --- behind another request that waits ---------------------------------------------------------------------------
 
 
