@@ -66,6 +66,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-min", type=float, help="minute of the trace that it begins with (default: each its own)"
     )
+    parser.add_argument("--within-min", type=float, help="agents: sessions begin within so many minutes (default: any)")
     parser.add_argument("--load", type=float, default=0.7, help="share of what the engine can serve with all KV local")
     parser.add_argument("--fetch", type=float, default=0.15, help="time to fetch a token / time to compute it")
     parser.add_argument("--rounds", type=int, default=2)
@@ -150,9 +151,7 @@ class Run:
             config, ip = self._store.config, self._store.host_ip
             self._spec = self._spec.but(mooncake_config=config, host_ip=ip)
             staging = f"{self.staging_bytes(size) >> 20}MiB"
-            self._daemon = stack.enter_context(
-                Daemon(mooncake_config=config, staging=staging, extra=("--sessions", "on"))
-            )
+            self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
             self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
             with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
                 server.serve(self._stored, [1] * len(self._stored), 1)
@@ -347,7 +346,8 @@ def main(
         return 1
     process.exit_on_sigterm()
     os.environ.update(ENVIRONMENT)
-    calls = trace.spread(trace.conversation(path)) if options.trace == "conversation" else trace.agents(path)
+    within_s = options.within_min and 60 * options.within_min
+    calls = trace.spread(trace.conversation(path)) if options.trace == "conversation" else trace.agents(path, within_s)
     if options.start_min is None:
         options.start_min = START_MIN[options.trace]
     start_s = 60 * options.start_min

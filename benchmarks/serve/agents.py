@@ -1,13 +1,13 @@
-"""`make bench-agents`: sessions of coding agents in engines of this process, to rank wait policies on real engines.
+"""`make bench-agents`: sessions of coding agents in engines of this process, to rank them on real engines.
 
 A pass takes seconds, so there are ten rounds or more.  The mean follows the machine: steps 15 % slower raise it by a
 third.  So passes of two variants are compared in pairs of like speed, the median step that admits a request; and what
 is counted is no time of the machine's: tokens recomputed that the store has, and bytes fetched in vain.
 
-With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses:
-`ARGS="--variants local,kvprefetch-sessions,kvprefetch-on-demand"`.  Staging has half of what the sessions hold, the
-store what was known before the slice, and engines save the rest.  Each pass has a new engine, to which a session's
-first request is its first; so the means of requests that came back are compared, too.
+With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses.  Staging has
+as much as the sessions hold, a quarter of it for saves.  The store has what was known before the slice; engines save
+the rest.  Each pass has a new engine, to which a session's first request is its first; so the means of requests that
+came back are compared, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.passes import Pass, RequestResult
 from tests.lab.template import Template
 
-DEFAULTS = {"variants": f"{variants.OURS},{variants.ON_DEMAND}", "rounds": 10, "minutes": 30.0}
+DEFAULTS = {"variants": f"{variants.LOCAL},{variants.SESSIONS},{variants.ON_DEMAND}", "rounds": 10, "minutes": 40.0}
 PAIRED = (
     (variants.OURS, variants.ON_DEMAND),
     (variants.SESSIONS, variants.ON_DEMAND),
@@ -119,10 +119,10 @@ class InProcess(Run):
             super().run()
 
     def staging_bytes(self, stored_bytes: int) -> int:
-        """Half of what the sessions hold where these are compared, and room for the longest prompt in any case."""
+        """As much as the sessions hold where these are compared, and room for the longest prompt in any case."""
         if not self.live:
             return super().staging_bytes(stored_bytes)
-        return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes // 2)
+        return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes)
 
     def _server(self, spec: EngineSpec) -> Here:
         return Here(spec.but(own_worker=False), template=self._template)

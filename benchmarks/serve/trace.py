@@ -93,16 +93,16 @@ def spread(calls: Iterable[Call]) -> list[Call]:
     ]
 
 
-def agents(folder: Path, seed: int = 0) -> list[Call]:
+def agents(folder: Path, within_s: float | None = None, seed: int = 0) -> list[Call]:
     """Sessions of kv-cache-tester (`traces/`): a hash for each 64 tokens, times in s since the session began.
 
-    The sessions begin at random within the time that the longest one takes. A call does not wait for the session's last
-    one.
+    The sessions begin at random within `within_s`, by default the time that the longest one takes. A call does not wait
+    for the session's last one.
     """
     calls, source = list[Call](), random.Random(seed)
     sessions = [json.loads(path.read_text())["requests"] for path in sorted(folder.glob("trace_*.json"))]
     lasts = [_times(session) for session in sessions]
-    latest = max((times[-1] for times in lasts), default=0.0)
+    latest = within_s or max((times[-1] for times in lasts), default=0.0)
     for number, (session, times) in enumerate(zip(sessions, lasts, strict=True)):
         begin = source.uniform(0, latest)
         for each, at_s in zip(session, times, strict=True):

@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     slices = {}
     for seed, minute in {(point.seed, point.minute) for point in points}:
         slices[seed, minute] = trace.scaled(
-            trace.agents(options.data / where, seed),
+            trace.agents(options.data / where, seed=seed),
             k=k,
             tokens_per_hash=tokens_per_hash,
             start_s=60 * minute,

@@ -140,7 +140,7 @@ class DaemonConfig(BaseModel):
         default="off", description="on: each value has a checksum, which a fetch compares; other keys than without"
     )
     sessions: Literal["on", "off"] = Field(
-        default="off", description="on: prompts of sessions are kept, and staged before their next requests come"
+        default="on", description="on: prompts of sessions are kept, and staged before their next requests come"
     )
     call_timeout_ms: Number = Field(
         default=4000,

@@ -38,7 +38,7 @@ LEAST_NS = 10_000_000_000  # a session may come back for so long at least
 HELD_NS = 500_000_000  # between two looks at whether the engine's cache may have lost a prompt
 RETRY_NS = 250_000_000  # doubles with each try
 TRIES = 6  # to have all of a prompt announced
-HELD_SHARE = 0.8  # of the blocks after which the engine's cache had a prompt whole
+HELD_SHARE = 0.5  # of the blocks after which the engine's cache had a prompt whole
 VAIN = 2  # announcements in a row, then the session is announced no more for now
 
 

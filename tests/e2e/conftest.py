@@ -133,7 +133,7 @@ def cluster(module_auditor: Auditor) -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def shared(cluster: Store) -> Iterator[Daemon]:
     """A daemon on the cluster's store."""
-    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=(*PATIENT, "--sessions", "on")) as daemon:
+    with Daemon(mooncake_config=cluster.config, staging="64MiB", extra=PATIENT) as daemon:
         yield daemon
         assert daemon.sigterm(30) == 0
 
@@ -147,7 +147,7 @@ def at(model: Path, module_auditor: Auditor, engines: Callable[..., Engine]) -> 
 @pytest.fixture(scope="module")
 def site(at: At) -> Iterator[Site]:
     """A daemon with an embedded store, shared by the tests of a module."""
-    with Daemon(memory="512MiB", staging="128MiB", extra=(*PATIENT, "--sessions", "on")) as daemon:
+    with Daemon(memory="512MiB", staging="128MiB", extra=PATIENT) as daemon:
         yield at(daemon)
         assert daemon.sigterm(60) == 0
 

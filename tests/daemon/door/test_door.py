@@ -91,7 +91,7 @@ def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
 
 
 def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: Auditor) -> None:
-    daemon = serve(extra=("--sessions", "on"))
+    daemon = serve()
     engine, values = engine_with(daemon, "tool", 12)
     chain = list(values)
     ask_door = Door(daemon.socket).ask

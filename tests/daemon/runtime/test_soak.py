@@ -104,7 +104,7 @@ def held(pid: int) -> tuple[int, int, int]:
 def test_memory_and_descriptors_stay(
     serve: Callable[..., Daemon], auditor: Auditor, requests: int, resets: int, memory: str
 ) -> None:
-    daemon = serve(memory=memory, extra=("--sessions", "on"))
+    daemon = serve(memory=memory)
     engines = [Soaked(daemon, f"soak{number}", seed=number) for number in range(2)]
     for engine in resets * engines:  # until the store is full, and as many weights are known as may be
         engine.serve()
