@@ -149,7 +149,9 @@ class Claims:
         if local_blocks >= state.usable:
             self.dropped.pop(state.request.request_id, None)
             return False
-        handle = self.push(state.request, state.usable, session, local_blocks, now_ns, own)
+        capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
+        counted = local_blocks if state.counts_local or capped else 0
+        handle = self.push(state.request, state.usable, session, counted, now_ns, own)
         if handle is None:
             self.drop(state, session)
             return False

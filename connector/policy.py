@@ -87,7 +87,6 @@ class Wait:
         self.bound_ns = now_ns + (WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000)
         self.base, self.counts, self.stopped, self.hinted = 0, policy != "adaptive", False, (0, 0)
 
-
     def restart(self, now_ns: int) -> None:
         """The engine lost local blocks, and what came for it is of no use: another fetch begins. The bound stays."""
         self.began_ns = self.progress_ns = now_ns

@@ -52,6 +52,8 @@ class RequestState:
     # Its KV comes from a prefill engine, by another child of MultiConnector: until that failed, it is not loadable.
     prefilled_elsewhere: bool = False
     late_hints: int = 0
+    # Whether the next hint counts on blocks in the engine's own cache.
+    counts_local: bool = True
     # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
     deferred_ns: int = 0
     deferred_in: int = 0
@@ -95,8 +97,9 @@ class RequestState:
         self.late_hints += 1
 
     def evicted(self, now_ns: int) -> None:
-        """Local blocks are gone, so the next hint is free: each such hint counts on fewer local blocks."""
+        """Local blocks are gone: the next hint is free, and counts on none, as others may go while it is fetched."""
         self.late_hints -= 1
+        self.counts_local = False
         if self.wait is not None:
             self.wait.restart(now_ns)
 
@@ -165,6 +168,7 @@ class RequestState:
         self.preemptions = self.request.num_preemptions
         self.loadable, self.prefilled_elsewhere = self.loadable or self.prefilled_elsewhere, False
         self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
+        self.counts_local = True
         self.saved, self.storable, self.prefill_tokens, self.usable = 0, 0, tokens, usable
         self.tainted = False
 

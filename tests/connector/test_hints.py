@@ -67,19 +67,21 @@ def test_an_evicted_local_prefix_is_fetched_again() -> None:
     assert engine.match(request, 0) == (3 * BLOCK, False)
 
 
-def test_a_local_prefix_may_shrink_any_number_of_times() -> None:
-    """It ends when nothing is local: hints for that are not counted with those that a daemon lost."""
+def test_a_local_prefix_that_goes_on_shrinking_costs_one_hint() -> None:
+    """The second one counts on no local block, and is not counted with those that a daemon lost."""
     local = MAX_LATE_HINTS + 2
     engine = Engine()
     request = engine.add("r", (local + 2) * BLOCK, local=local * BLOCK)
-    for left in range(local - 1, -1, -1):
+    for left in range(local - 1, 1, -1):
         assert engine.match(request, left * BLOCK) == PENDING
-        assert engine.daemon.hint("r").local_blocks == left
+        assert engine.daemon.hint("r").local_blocks == 0
+    engine.daemon.drain()
+    assert len(engine.daemon.hints) == 2
     for _ in range(MAX_LATE_HINTS):
         engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
-        assert engine.match(request, 0) == PENDING
+        assert engine.match(request, BLOCK) == PENDING
     engine.daemon.stage("r", local + 1)
-    assert engine.match(request, 0) == ((local + 1) * BLOCK, False)
+    assert engine.match(request, BLOCK) == (local * BLOCK, False)
 
 
 def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:

@@ -135,7 +135,7 @@ def test_a_wait_begins_anew_when_local_blocks_are_lost() -> None:
     engine.clock.advance_ms(2000)
     engine.daemon.beat()
     assert engine.match(request, 5 * BLOCK) == PENDING
-    assert engine.daemon.hint("r").local_blocks == 5
+    assert engine.daemon.hint("r").local_blocks == 0
     step(engine)
     engine.daemon.stage("r", 40)
     assert engine.match(request, 5 * BLOCK) == (35 * BLOCK, False)
@@ -169,7 +169,7 @@ def all_local() -> None:
 def evicted() -> None:
     engine, second = waits_behind(local=2)
     assert engine.match(second, BLOCK) == PENDING
-    assert engine.daemon.hint("second").local_blocks == 1
+    assert engine.daemon.hint("second").local_blocks == 0
 
 
 def expired() -> None:
