@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.control.budget import Budget
@@ -21,6 +23,7 @@ from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
 from tests.daemon.door.test_door import announce, engine_with, message
 from tests.lab.daemon import Daemon
+from tests.lab.passes import percentile
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
@@ -109,6 +112,46 @@ def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve
             thread.join()
     assert set(statuses) <= {202, 429}
     assert len(statuses) * MAX_ACTIONS > 500
+    flooded.close()
+    neighbour.close()
+
+
+@pytest.mark.stress
+def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
+    """A thousand announcements a second of what never comes; printed: what the daemon takes for hinted requests."""
+    daemon = serve()
+    flooded, values = engine_with(daemon, "flooded", 32)
+    neighbour, own = engine_with(daemon, "neighbour", 16)
+    hashes, stop, statuses = [digest.hex() for digest in values], threading.Event(), list[int]()
+
+    def flood() -> None:
+        door, number, began = Door(daemon.socket), 0, time.monotonic()
+        while not stop.wait(max(0.0, began + number * MAX_ACTIONS / 1000 - time.monotonic())):
+            number += 1
+            prompt = {"block_hashes": hashes[: 1 + number % 32], "engine": "flooded", "ttl_ms": 1000}
+            statuses.append(door.ask("POST", "/v1/kv_hints", message(f"m{number}", *[prompt] * MAX_ACTIONS))[0])
+
+    def answered_ms(name: str, count: int = 1000) -> list[float]:
+        for number in range(count):
+            assert neighbour.load(list(own), name=f"{name}{number}") == list(own.values())
+        said = [line for line in daemon.records("request.done") if line["request_id"].startswith(name)]
+        assert len(said) > 0.9 * count, "the last ones are about to come"
+        return [line["answered_ms"] for line in said]
+
+    answered_ms("warm", 100)
+    thread = threading.Thread(target=flood)
+    found = {"quiet": answered_ms("quiet")}
+    thread.start()
+    try:
+        eventually(lambda: statuses, what="the flood has begun")
+        found["busy"] = answered_ms("busy")
+    finally:
+        stop.set()
+        thread.join()
+    quiet, busy = (percentile(each, 0.99) for each in found.values())
+    print({name: [round(percentile(each, at), 3) for at in (0.5, 0.9, 0.99, 1)] for name, each in found.items()})
+    print(f"{len(statuses)} messages of {MAX_ACTIONS}, of which {statuses.count(429)} were refused")
+    assert busy < 3 * quiet + 20
     flooded.close()
     neighbour.close()
 
