@@ -113,7 +113,7 @@ def row(name: str, folder: Path) -> str:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry
+    from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -122,9 +122,9 @@ def row(name: str, folder: Path) -> str:
     from kvprefetch.connector import geometry, refusals
 
     sys.meta_path.append(Absent())
-    registry._run_in_subprocess = lambda call: call()  # it is thrown away afterwards, as this one is
-    torch.cpu._is_amx_tile_supported = lambda: True  # on other CPUs vLLM has no prefix cache of MLA
     model = MODELS[name]
+    # vLLM looks at a class that it has not loaded in a process of its own, which has no stand-in.
+    ModelRegistry.register_model(model.architecture, ModelRegistry.models[model.architecture].load_model_cls())
     options = {"load_format": "dummy", "dtype": "bfloat16", "enable_prefix_caching": True, "language_model_only": True}
     config = EngineArgs(model=configured(folder, model), skip_tokenizer_init=True, **options).create_engine_config()
     with set_current_vllm_config(config):
@@ -133,6 +133,7 @@ def row(name: str, folder: Path) -> str:
         with torch.device("meta"), set_default_torch_dtype(torch.bfloat16):
             initialize_model(vllm_config=config)
         current_platform.update_block_size_for_backend(config)
+        config.cache_config.enable_prefix_caching = True  # most CPUs have none with MLA
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         specs = {each: spec for each, layer in layers.items() if (spec := layer.get_kv_cache_spec(config)) is not None}
         resolve_kv_cache_layout(config, [["LBNHC", "LBHNC", "BLNHC", "BLHNC"]], specs.values())
@@ -174,7 +175,8 @@ def rows(names: list[str]) -> list[str]:
                     line = row(name, Path(folder))
                 except BaseException as error:
                     said = str(error).strip().splitlines() or [""]
-                    what = f"{type(error).__name__}: {said[-1].rstrip('.')}"
+                    told = next((each.strip() for each in said if "Value error, " in each), said[-1])
+                    what = f"{type(error).__name__}: {told.partition(' [type=')[0].rstrip('.')}"
                     line = f"| {name} | `{MODELS[name].architecture}` | | | not made here: {what} |"
                 os.write(theirs, line.encode())
                 os._exit(0)
