@@ -18,14 +18,9 @@ PAGE = SocketPage(
     "show the daemon's work, live",
     details="Engines with their queues, staging and hits, the rates since the last look, the hidden fraction (the "
     "share of look-up and transfer that no scheduler waited for), how fast the store was, what made requests slow, and "
-    "the requests that waited longest. Where the output is no terminal it looks twice and ends, as with --once.\n\n"
-    "PEND: requests that have not ended; FETCH: fetches in flight; PINNED: blocks that requests hold; IDLE: staged "
-    "blocks that no request holds; FREE: empty slots; SAVES: saves that run or wait; HINTS: hints read; HIT: share of "
-    "the blocks looked up that were there; HIDDEN: share of look-up and transfer that no scheduler waited for; WASTED: "
-    "share of the fetched blocks that no request loaded; DROP: hints that found no room; BAD: records that were "
-    "skipped. docs/EVENTS.md has the causes.",
+    "the requests that waited longest. Where the output is no terminal it looks twice and ends, as with --once.",
     examples=(
-        ("kvprefetchd top", "until Ctrl-C"),
+        ("kvprefetchd top", "until q or Ctrl-C; h: legend, s and r: sort, /: filter"),
         ("kvprefetchd top --interval 5", "a calmer one"),
         ("kvprefetchd top --once", "one look, for a report"),
         ("kvprefetchd top --json", "one look, for a program"),

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import termios
 import time
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -136,6 +137,35 @@ def test_the_store_s_rates_and_the_causes_are_shown() -> None:
     assert [line.rstrip() for line in shown(now, 200) if line.rstrip() in expected] == expected
 
 
+def pressed(keys: str) -> top_view.View:
+    return reduce(top_view.View.press, keys, top_view.View())
+
+
+def first_cells(view: top_view.View, *engines: dict[str, Any]) -> list[str]:
+    now = status(*engines)
+    return [row[0] for row in view.rows(map(overview.row, now.engines), overview.names(now))]
+
+
+def test_keys_sort_filter_and_end() -> None:
+    engines = [engine(engine="b", requests=9), engine(engine="c", requests=10), engine(engine="a", model="llama")]
+    assert first_cells(pressed(""), *engines) == ["b", "c", "a"]
+    assert first_cells(pressed("s"), *engines) == ["a", "b", "c"]
+    assert first_cells(pressed("ssr"), *engines) == ["c", "b", "a"], "by PEND, as numbers"
+    assert pressed("s" * (len(overview.COLUMNS) + 1)) == pressed(""), "round and round"
+    assert first_cells(pressed("/LLx\x7fama\r"), *engines) == ["a"]
+    assert (pressed("/q\r").only, pressed("/q\r").over) == ("q", False), "what is typed is no key"
+    assert pressed("/a\x1b") == pressed("x") == pressed("hh") == pressed("")
+    assert pressed("q").over
+    assert "sorted by PEND, reversed" in pressed("ssr").line()
+    console = Console(file=io.StringIO(), width=140)
+    console.print(top_view.frame(status(*engines), AT_REST, pressed("h/b\r")))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert top_view.LEGEND[0] in text
+    assert "a: llama, pid ?" not in text
+    assert "\nb: " in text
+
+
 def test_a_narrow_terminal_cuts_names_short_and_no_number() -> None:
     one = slow("cmpl-" + "9" * 40, "e" * 36, "recomputed", 31.6, cause="link")
     lines = shown(status(engine(engine="4f1c" * 8, hints=1234567, slots_idle=76800), slowest=[one]), 80)
@@ -207,7 +237,8 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     attached.close()
 
 
-def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -> None:
+@pytest.mark.parametrize("end", ["interrupt", "q"])
+def test_top_on_a_terminal_runs_until_it_is_interrupted_or_q_is_pressed(shared_daemon: Daemon, end: str) -> None:
     primary, secondary = os.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     command = [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)]
@@ -227,8 +258,11 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -
             return text.count(b"kvprefetchd") >= 3 and b"no engine is attached" in text
 
         eventually(frames, 30, "three frames, one of them after the last test's engine left the picture")
+        if end == "q":
+            os.write(primary, b"hq")
     finally:
-        process.send_signal(signal.SIGINT)
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
         os.set_blocking(primary, True)
         assert process.wait(30) == 0
         os.close(primary)
@@ -238,7 +272,7 @@ def test_top_on_a_terminal_runs_until_it_is_interrupted(shared_daemon: Daemon) -
 
 
 def test_top_ends_with_its_terminal(shared_daemon: Daemon) -> None:
-    """Also where no SIGHUP comes, as below `su -c` or `kubectl exec`."""
+    """Also where no SIGHUP comes, as below `su -c` or `kubectl exec`: an end of file is no key that was not pressed."""
     primary, secondary = os.openpty()
     command = [*COMMAND, "top", "--interval", "0.2", "--socket", str(shared_daemon.socket)]
     process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=subprocess.PIPE)
