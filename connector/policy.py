@@ -83,9 +83,9 @@ class Wait:
     hinted: tuple[int, int]
 
     def __init__(self, policy: Policy, timeout_ms: int, now_ns: int, ready: int) -> None:
-        self.policy, self.ready, self.began_ns, self.progress_ns = policy, ready, now_ns, now_ns
+        self.policy, self.ready, self.base = policy, ready, 0
         self.bound_ns = now_ns + (WAIT_BOUND_NS if policy == "wait" else timeout_ms * 1_000_000)
-        self.base, self.counts, self.stopped, self.hinted = 0, policy != "adaptive", False, (0, 0)
+        self.restart(now_ns)
 
     def restart(self, now_ns: int) -> None:
         """The engine lost local blocks, and what came for it is of no use: another fetch begins. The bound stays."""

@@ -107,14 +107,14 @@ class Blocks:
         """Return how many more slots this lane may use, free or not."""
         return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
 
-    def take_slots(self, most: int, since_ns: int = 0, *, hinted: bool = True) -> array[int]:
+    def take_slots(self, most: int, taker: Request) -> array[int]:
         """Take free slots, then those of the least recently used blocks.
 
-        Blocks of an announcement that counted at `since_ns` go last, and for a `hinted` request alone.
+        Blocks of an announcement that counted when this request came go last, and for a hinted request alone.
         """
         slots = self._free[: -most - 1 : -1]
         del self._free[len(self._free) - len(slots) :]
-        while len(slots) < most and (run := self._oldest(since_ns, hinted=hinted)) is not None:
+        while len(slots) < most and (run := self._oldest(taker)) is not None:
             kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
@@ -127,9 +127,10 @@ class Blocks:
                 del self._idle[run]
         return slots
 
-    def _oldest(self, since_ns: int, *, hinted: bool) -> Run | None:
+    def _oldest(self, taker: Request) -> Run | None:
         """Return the least recently used idle run that is not kept for an announcement; for a hinted request any."""
-        runs = islice(self._idle, MAX_TRIES)
+        hinted, runs = taker.announced is None, islice(self._idle, MAX_TRIES)
+        since_ns = taker.due_ns if taker.announced is None else taker.announced.since_ns
         found = next((run for run in runs if run.ahead_until_ns <= since_ns), None)
         return next(reversed(self._idle), None) if found is None and hinted else found
 

@@ -332,13 +332,12 @@ class Planner:
 
     def _take_slots(self, slots: array[int], count: int, request: Request, lane: Lane) -> Stop:
         """Take slots for `count` blocks of this lane, from other requests if need be; return why it took fewer."""
-        since_ns = request.due_ns if request.announced is None else request.announced.since_ns
         while len(slots) < count:
             most = min(count, self.blocks.budget(lane)) - len(slots)
             if most <= 0:
                 if not self._take_back(request, lane):
                     return Stop.NO_BUDGET
-            elif free := self.blocks.take_slots(most, since_ns, hinted=request.announced is None):
+            elif free := self.blocks.take_slots(most, request):
                 slots += free
             elif not self._take_back(request, None):
                 return Stop.NO_ROOM

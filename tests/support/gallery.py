@@ -148,11 +148,11 @@ def row(name: str, folder: Path) -> str:
             kinds = "; ".join(f"{kind.removesuffix('Spec')}: {count}" for kind, count in made)
             return f"| {name} | `{model.architecture}` | {kinds} | {size} | refused: {why} |"
         groups = [
-            (group.kind.value, count, group.window_tokens) for group, (_, count) in zip(rules.groups, made, strict=True)
+            (group.kind.value, group.window_tokens, count) for group, (_, count) in zip(rules.groups, made, strict=True)
         ]
         parts = []
-        for (kind, window), same in groupby(sorted(groups), key=lambda each: (each[0], each[2])):
-            counts = [count for _, count, _ in same]
+        for (kind, window), same in groupby(sorted(groups), key=lambda each: each[:2]):
+            counts = [count for *_, count in same]
             times = f"{len(counts)} groups of {counts[-1]}" if len(counts) > 1 else str(counts[0])
             parts.append(f"{kind}{f' {window:,}' if window else ''}: {times}")
         mla = any(kind.startswith("MLA") for kind, _ in made)
