@@ -68,7 +68,6 @@ class Door:
                 stdout=subprocess.DEVNULL,
                 pass_fds=passed,
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the daemon
             )
         except OSError as error:
             self._log.warning("door.failed", error=f"its process cannot be started: {error}")

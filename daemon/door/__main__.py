@@ -24,6 +24,7 @@ THREADS = WAITERS + 4
 CONNECTIONS = 512  # at a time; one costs a descriptor, and a thread only once its request is whole
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
+NICE = 10  # behind the daemon's fetches, FETCH_NICE
 
 
 class _Task(WSGITask):  # type: ignore[misc]
@@ -51,6 +52,8 @@ def _wait_for_the_end() -> None:
 
 
 def main(words: list[str]) -> None:
+    os.setpgrp()  # Ctrl-C is for the daemon
+    os.nice(NICE)
     control, token, *fds = words
     messages = Messages()
     link = Link(Path(control), messages.note, lambda: os._exit(1))
