@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SHARE = 0.1  # of the main loop's time, for the questions of one user
-BURST_NS = 20_000_000
+BURST_NS = 1_000_000  # more at a time would keep the GIL from the threads of store calls
 
 
 @dataclass

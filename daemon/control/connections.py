@@ -26,6 +26,7 @@ from .refusals import Refusals
 ACCEPTS = 16  # connections accepted in one turn of the loop
 MAX_WAITING = 256  # connections that belong to no attached engine: commands, strangers, incomplete engines
 MAX_STRANGERS = 64  # of these, connections of users who may not attach; each is closed once it was refused
+RESUMED = 4  # connections in one turn of the loop
 # Processes of all attached engines of one user. Each costs the daemon up to five descriptors and two in flight: those
 # count against the daemon's user from the message that carries them until the process reads it.
 MAX_PROCESSES = 128
@@ -40,6 +41,7 @@ class Connections:
         sock.setblocking(False)  # `accept` stops where none waits
         self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
+        self._asking: list[Peer] = []  # those that are paused, the first ones longest
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
         self._paused = True
         self._listen()
@@ -106,20 +108,24 @@ class Connections:
     def pause(self, peer: Peer) -> None:
         """Do not look at a connection until `resume`."""
         peer.paused = True
+        self._asking.append(peer)
         self._epoll.unregister(peer.sock)
 
-    def resume(self, may_ask: Callable[[int], bool]) -> None:
-        """Look again at the connections whose user `may_ask`, first at those that waited longest or are new."""
-        for peer in sorted((peer for peer in self._peers.values() if peer.paused), key=lambda peer: peer.read_ns):
-            if may_ask(peer.credentials.uid):
-                peer.paused = False
-                self._epoll.register(peer.sock, select.EPOLLIN)
+    def resume(self, may_ask: Callable[[int], bool]) -> bool:
+        """Look again at some connections whose user `may_ask`, those first that waited longest; True if others wait."""
+        for peer in [each for each in self._asking if may_ask(each.credentials.uid)][:RESUMED]:
+            self._asking.remove(peer)
+            peer.paused = False
+            self._epoll.register(peer.sock, select.EPOLLIN)
+        return bool(self._asking)
 
     def close(self, peer: Peer) -> None:
         """End a connection. Its socket stays open while descriptors sent on it are unread, so that they are counted."""
         if self._peers.pop(peer.sock.fileno(), None) is None:
             return
-        if not peer.paused:
+        if peer.paused:
+            self._asking.remove(peer)
+        else:
             self._epoll.unregister(peer.sock)
         if peer.handed and _unread_bytes(peer.sock):
             peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads the rest, then the end of file

@@ -55,15 +55,16 @@ class Control:
                 if peer.hello is not None:
                     self._read(peer, now_ns)
                 elif self._budget.left(peer.credentials.uid, now_ns):
-                    peer.read_ns, began_ns = now_ns, time.thread_time_ns()
+                    began_ns = time.thread_time_ns()
                     self._read(peer, now_ns)
                     self._budget.spend(peer.credentials.uid, time.thread_time_ns() - began_ns, now_ns)
                 else:
                     self._connections.pause(peer)
 
-    def carry_on(self) -> None:
-        """Attach the engines whose memory is there by now."""
+    def carry_on(self, now_ns: int) -> bool:
+        """Attach the engines whose memory is there by now; True while connections wait until their user may ask."""
         self._handshake.carry_on()
+        return self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
 
     def has_engines(self) -> bool:
         """Whether a process of an engine is there."""
@@ -72,7 +73,6 @@ class Control:
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()
-        self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
         self._budget.tick(now_ns)
         self._shared.refusals.tick()
         self._handshake.tick(now_ns)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -123,11 +125,8 @@ class Ahead:
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks announcements fetch, or have fetched, that no request asked for yet."""
-        return sum(each.takes for each in self._known.values())
+        self.blocks = 0  # that announcements fetch, or have fetched, and no request asked for yet
+        self._not_done = self._bytes = 0  # of all known ones: how many, and their digests
 
     @property
     def count(self) -> int:
@@ -141,15 +140,17 @@ class Ahead:
         new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
         self._known[number] = new
         self._lengths[new.size].add(number)
+        self._count(new)
         if not new.blocks:
             self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
         elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
             text = f"an engine with several KV groups stages whole prompts: blocks={new.blocks} max={most}"
             self._over(number, "rejected", text)
-        elif sum(each.stage in (Stage.WAITING, Stage.AT_WORK) for each in self._known.values()) > MAX_WAITING:
+        elif self._not_done > MAX_WAITING:
             self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
-        elif (size := sum(len(each.hashes) for each in self._known.values())) > MAX_BYTES:
-            self._over(number, "rejected", f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}")
+        elif self._bytes > MAX_BYTES:
+            text = f"too many digests wait for this engine: bytes={self._bytes} max={MAX_BYTES}"
+            self._over(number, "rejected", text)
         else:
             heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
             if len(self._known) > MAX_KNOWN:
@@ -172,9 +173,11 @@ class Ahead:
                 text = "no room until other announcements have their requests, or their time is over"
                 self._over(number, "rejected", f"{text}: blocks={wanted} left={max(0, left)}")
                 continue
-            each.stage, each.planned, self._keys = Stage.AT_WORK, min(wanted, left), self._keys + 1
+            self._keys += 1
             self._at_work[FLAG, self._keys] = number
-            hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
+            with self._changing(each):
+                each.stage, each.planned = Stage.AT_WORK, min(wanted, left)
+                hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None
@@ -196,8 +199,9 @@ class Ahead:
         if unavailable:
             self._over(number, "rejected", "the store does not answer")
             return
-        each.looked_up, each.found = True, blocks
-        each.staged = min(blocks, request.prompt.in_blocks(request.issued))
+        with self._changing(each):
+            each.looked_up, each.found = True, blocks
+            each.staged = min(blocks, request.prompt.in_blocks(request.issued))
         if not blocks:
             self._over(number, "missing")
         else:
@@ -210,13 +214,15 @@ class Ahead:
         if (number := self._at_work.pop(request.key, None)) is None or (each := self._known.get(number)) is None:
             return
         ready = request.prompt.in_blocks(request.ready)
-        each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
-        each.staged, left = ready - each.fetched, each.found - ready  # others fetched blocks of it meanwhile
+        left = each.found - ready
         if request.failure in (None, Failure("no_room")):
             each.no_room = left
         else:
             each.failed = left
-        each.stage = Stage.DONE
+        with self._changing(each):
+            each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
+            each.staged = ready - each.fetched  # others fetched blocks of it meanwhile
+            each.stage = Stage.DONE
         self._outcomes.append((number, each.outcome("completed")))
 
     def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
@@ -256,6 +262,10 @@ class Ahead:
             self._over(number, "rejected", why)
         self._at_work.clear()  # nothing says that they end
 
+    def __len__(self) -> int:
+        """Count the outcomes that are not told yet."""
+        return len(self._outcomes)
+
     def next_outcome(self) -> tuple[int, Outcome] | None:
         """Return what became of an announcement, by its number; None: there is no more to say now."""
         return self._outcomes.popleft() if self._outcomes else None
@@ -264,8 +274,20 @@ class Ahead:
         """The caller could not pass it on: return it first, next time."""
         self._outcomes.appendleft((number, outcome))
 
+    @contextmanager
+    def _changing(self, each: _Announcement) -> Iterator[None]:
+        self._count(each, -1)
+        yield
+        self._count(each)
+
+    def _count(self, each: _Announcement, times: int = 1) -> None:
+        self.blocks += times * each.takes
+        self._bytes += times * len(each.hashes)
+        self._not_done += times * (each.stage is not Stage.DONE)
+
     def _over(self, number: int, outcome: str, reason: str = "", *, useful: bool = False) -> None:
         each = self._known.pop(number)
+        self._count(each, -1)
         self._lengths[each.size].discard(number)
         if not self._lengths[each.size]:
             del self._lengths[each.size]

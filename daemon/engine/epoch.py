@@ -69,6 +69,11 @@ class Epoch(Caller):
             self._calls.carry_on()
 
     @property
+    def owes(self) -> bool:
+        """There is more to say about announcements at the next turn."""
+        return self._calls.owes
+
+    @property
     def idle(self) -> bool:
         """No call touches this epoch's memory."""
         return self.running == 0
@@ -139,7 +144,7 @@ class Epoch(Caller):
         self.closing = True
         self._ended_ns = self._services.clock_ns()
         self.parts.ahead.stop("the engine is gone")
-        self._calls.reply()
+        self._calls.reply(len(self.parts.ahead))
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
@@ -165,8 +170,10 @@ class Epoch(Caller):
     # --- intake -----------------------------------------------------------------------------------------------------
 
     def drain(self, until_ns: int) -> int:
-        """Handle records until then, one at least; return how many there were."""
+        """Handle records until then, one at least, or else what the epoch owes; return how many records there were."""
         if not self.channel.ring.waiting:
+            if self.owes:
+                self._calls.reply()
             return 0
         count = self.take(self._drain, 0, until_ns)
         self.heard_ns = self._services.clock_ns()

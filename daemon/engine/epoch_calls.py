@@ -27,6 +27,7 @@ from .sessions import Chain, Due
 
 OnResult = Callable[[Any], None]
 Reply = Callable[[Outcome], bool | None]  # True: it has to be said again
+REPLIES = 4  # in a turn of the loop: each costs some 60 us, and hundreds may be due at once
 
 
 class EpochCalls:
@@ -36,6 +37,7 @@ class EpochCalls:
         self._parts, self._services, self._caller = parts, parts.services, caller
         self._replies: dict[int, tuple[Announce, Reply]] = {}  # of announcements, by number
         self._announcements = 0
+        self.owes = False  # replies, which the next turn of the loop may bring
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
@@ -221,10 +223,12 @@ class EpochCalls:
         room = planned.disk_slots - planned.lost  # wherever they come from
         return Prompt(self._parts.engine.groups, hashes, blocks, room=room, staged=planned.holds)
 
-    def reply(self) -> None:
+    def reply(self, most: int = REPLIES) -> None:
         """Say what became of announcements, and write a line about each one that is over."""
-        parts = self._parts
-        while (told := parts.ahead.next_outcome()) is not None:
+        parts, self.owes = self._parts, False
+        for _ in range(most):
+            if (told := parts.ahead.next_outcome()) is None:
+                return
             number, outcome = told
             order, reply = self._replies[number]
             if reply(outcome):
@@ -240,6 +244,7 @@ class EpochCalls:
                     parts.counters.add("announced_blocks", count, result)
                 blocks = {f"{result}_blocks": count for result, count in counts.items()}
                 parts.log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
+        self.owes = len(parts.ahead) > 0
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

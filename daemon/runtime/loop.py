@@ -25,6 +25,7 @@ TICK_NS = 100_000_000
 IDLE_TICK_NS = 500_000_000
 IDLE_AFTER_NS = 5_000_000_000  # since the loop had something to do
 QUIET_NS = 20_000_000  # after the last record of engines without a request
+ASKING_NS = 3_000_000  # until the next turn while users wait to ask
 LOOKS_SHARE = 0.02  # of a core, for all looks
 LOOK_NS = range(150_000, 2_000_000)  # between two of them
 QUEUE = range(4, 16)  # requests: behind so many looks are rare, up to four times as rare
@@ -50,7 +51,8 @@ class Loop:
     def turn(self, now_ns: int, until_ns: int) -> None:
         """Do the work that is there, and wait for more until the next tick."""
         self._shared.pools.run_finished()
-        self._control.carry_on()
+        if self._control.carry_on(now_ns):
+            until_ns = min(until_ns, now_ns + ASKING_NS)
         for epoch in self._epochs.attached():
             epoch.drain(time.monotonic_ns() + DRAIN_NS)
         self._start_fetches()
@@ -62,11 +64,12 @@ class Loop:
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
         # Every quiet ring announces the sleep, also behind one that is not empty.
         empty = [ring.prepare_sleep() for ring in quiet]
-        if busy and all(empty):
+        owing = any(epoch.owes for epoch in epochs)
+        if busy and all(empty) and not owing:
             rarer = min(_rarer(epoch.planner) for epoch in busy)
             self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
-        events = self._epoll.poll(0.0 if busy or not all(empty) else wait_s, EVENTS_PER_TURN)
+        events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
         if busy or events:
             self._active_ns = now_ns
         for ring in quiet:

@@ -11,11 +11,13 @@ from typing import Any, cast
 
 import pytest
 
+from kvprefetch.daemon.engine.epoch_calls import REPLIES
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.runtime import loop
 from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
+from tests.daemon.engine.announcing import announced, joined
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, make_epoch
 
 
@@ -40,7 +42,7 @@ class Turns:
         self.engines = [Engine(make_epoch(pools=self.pools)) for _ in range(count)]
         epochs = SimpleNamespace(attached=lambda: [each.epoch for each in self.engines], corrupt=list)
         shared, signals = SimpleNamespace(pools=self.pools), SimpleNamespace(fd=-1)
-        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, carry_on=lambda: None)
+        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, carry_on=lambda _: False)
         self.epoll = select.epoll()
         self.loop = Loop(cast(Any, shared), cast(Any, control), self.epoll, cast(Any, signals))
 
@@ -107,6 +109,22 @@ def test_the_records_of_an_engine_have_a_time_in_each_turn_and_no_number(
     assert len(left) == 3
     assert all(loop.DRAIN_NS <= each < loop.DRAIN_NS + SECOND_NS for each in left)
     assert loop.DRAIN_NS < TICK_NS
+
+
+def test_what_becomes_of_many_announcements_is_told_a_few_in_a_turn(turns: Turns) -> None:
+    """Each costs a message and a line: hundreds end at the same time, and hints wait for none but these few."""
+    epoch, told = turns.engines[0].epoch, list[str]()
+    for number in range(5 * REPLIES):
+        epoch.announce(announced(number, "ab"), joined("ab"), lambda outcome: told.append(outcome.outcome))
+    os.eventfd_read(turns.pools.fd)  # nothing else happens
+    said = [len(told)]
+    epoch.switch("off")
+    while epoch.owes:
+        said.append(len(told))
+        turns.loop.turn(now_ns := time.monotonic_ns(), now_ns + TICK_NS)
+    assert told == ["rejected"] * 5 * REPLIES
+    assert said == [REPLIES * turn for turn in range(5)]
+    os.eventfd_write(turns.pools.fd, 1)
 
 
 def test_puts_wait_while_fetches_of_any_engine_are_in_flight(turns: Turns) -> None:
