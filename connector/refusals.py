@@ -33,7 +33,10 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
-            raise _refused(f"context parallelism is not served: {name}={size} max=1")
+            raise _refused(
+                f"context parallelism is not served: {name}={size} max=1 (no test has run an engine with it: vLLM's "
+                "attention on CPUs has none, so it takes several GPUs)"
+            )
     launcher = parallel.distributed_executor_backend
     if parallel.world_size > 1 and (launcher == "external_launcher" or parallel.nnodes_within_dp > 1):
         # A scheduler of its own for each rank, or a daemon of its own for each node.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,12 @@ except ImportError:  # before 0.33
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 BLOCKS = SIZES["B"]
+# How many tokens an entry stands for, by the name of its time.
+COMPRESSED = next(
+    each
+    for each in ("tokens_per_state", "compress_ratio")
+    if each in inspect.signature(kinds.MLAAttentionSpec).parameters
+)
 
 
 def upstream_value(kv_caches: dict[str, torch.Tensor], block: int) -> bytes:
@@ -114,6 +121,26 @@ INDEXER = kinds.MLAAttentionSpec(
     **{**HEADS, "num_kv_heads": 1, "head_size": 4}, cache_role=kinds.SparseCacheRole.INDEXER
 )
 
+# DeepSeek-V4's pages, as its layers have them on a GPU (tests/support/gallery.py): of tokens of the window, compressed
+# ones, the indexer's, and the compressors' states.
+_BYTES = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
+_CONTENT = {
+    "head_size": 512,
+    "cache_dtype_str": "fp8_ds_mla",
+    "model_version": "deepseek_v4",
+    "state_content_bytes": 584,
+}
+_STATES = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": 576}
+RECENT = kinds.SlidingWindowMLASpec(**_BYTES, **_CONTENT, block_size=64, sliding_window=128)
+FOURTHS, COARSE = (
+    kinds.MLAAttentionSpec(**_BYTES, **_CONTENT, block_size=256, **{COMPRESSED: tokens}) for tokens in (4, 128)
+)
+SMALL_INDEXER = kinds.MLAAttentionSpec(**_BYTES, block_size=256, head_size=132, **{COMPRESSED: 4})
+OF_COARSE = kinds.SlidingWindowMLASpec(**_STATES, block_size=8, head_size=1024, sliding_window=128)
+OF_FOURTHS, OF_INDEXER = (
+    kinds.SlidingWindowMLASpec(**_STATES, block_size=4, head_size=size, sliding_window=8) for size in (2048, 512)
+)
+
 # Groups as (specification, or one for each page of a layer; layers).
 ALONE = [(FULL, 3)]
 WINDOWS = [(FULL, 2), (WINDOW, 2), (WINDOW, 1)]
@@ -121,11 +148,17 @@ UNLIKE = [(FULL, 2), (WIDE, 2)]
 STATES = [(FULL, 2), (STATE, 2), (STATE, 1)]
 LATENT = [(MLA, 2), (MLA_WINDOW, 2)]
 PACKED = [((MLA, INDEXER), 2), ((MLA_WINDOW,), 1)]
+COMPRESSING = [
+    *(((RECENT,), count) for count in (4, 3)),
+    ((COARSE, FOURTHS, SMALL_INDEXER), 3),
+    ((OF_COARSE,), 4),
+    ((OF_FOURTHS, OF_INDEXER), 3),
+]
 COMPACT = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 LAID_OUT = [
     *((groups, layout) for groups in (ALONE, WINDOWS) for layout in [*COMPACT, "LHBNC"]),
     *((groups, layout) for groups in (UNLIKE, STATES, LATENT) for layout in COMPACT),
-    *((PACKED, layout) for layout in ("BLHNC", "BLNHC")),
+    *((groups, layout) for groups in (PACKED, COMPRESSING) for layout in ("BLHNC", "BLNHC")),
 ]
 
 
@@ -135,7 +168,7 @@ def laid_out(groups: list[tuple[Any, int]], layout: str) -> tuple[Any, dict[str,
     for number, (spec, count) in enumerate(groups):
         if isinstance(spec, tuple):
             layers = {f"g{number}.{i}.{kind}": each for i in range(count) for kind, each in enumerate(spec)}
-            wrapped = kinds.UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=layers)
+            wrapped = kinds.UniformTypeKVCacheSpecs(block_size=spec[0].block_size, kv_cache_specs=layers)
             made.append(kinds.KVCacheGroupSpec(list(layers), wrapped))
         else:
             made.append(kinds.KVCacheGroupSpec([f"g{number}.{i}" for i in range(count)], spec))

@@ -21,7 +21,13 @@ from tests.scheduler.model import BLOCK
 from tests.scheduler.schedules import explore
 from tests.scheduler.shape import Site
 from tests.scheduler.test_plantings import finds
-from tests.scheduler.test_schedules_groups import LAYOUTS, STATES, WITH_STATES, loads_where_the_local_prefix_grew
+from tests.scheduler.test_schedules_groups import (
+    LAYOUTS,
+    ROOM,
+    STATES,
+    WITH_STATES,
+    loads_where_the_local_prefix_grew,
+)
 from tests.scheduler.workers import Rank
 
 pytestmark = pytest.mark.stress  # hundreds of whole schedules
@@ -32,7 +38,7 @@ Offers = Mapping[str, Sequence[tuple[int, int, int]]]
 def layout(name: str) -> dict[str, Any]:
     states: dict[str, Any] = {"drafts": False, **WITH_STATES} if name in STATES else {}
     groups, retention = {**LAYOUTS, **STATES}[name]
-    return {"groups": groups, "retention": retention, **states}
+    return {"groups": groups, "retention": retention, **ROOM.get(name, {}), **states}
 
 
 STATE = layout("state")
@@ -49,7 +55,9 @@ def test_a_failed_load_that_vllm_does_not_hear_of_is_found(
     finds(site, "tokens differ|is not as computed", queue=2, load_mode="async", **layout(name))
 
 
-@pytest.mark.parametrize(("name", "others"), [("window", (1, 0)), ("two states", (0, 2, 1))])
+@pytest.mark.parametrize(
+    ("name", "others"), [("window", (1, 0)), ("two states", (0, 2, 1)), ("compressed", (1, 0, 2, 3, 4))]
+)
 def test_a_block_stored_under_another_groups_name_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, others: tuple[int, ...]
 ) -> None:
@@ -64,20 +72,24 @@ def test_a_block_stored_under_another_groups_name_is_found(
 @pytest.mark.parametrize(
     ("name", "options"),
     # States wait where a step saves much and the daemon has not given slots back yet.
-    [("two windows", {}), ("two states", {"settled": False, "budget": 64})],
+    [
+        ("two windows", {}),
+        ("compressed", {"blocks": 32, "settled": False, "budget": 32}),
+        ("two states", {"settled": False, "budget": 64}),
+    ],
 )
 def test_a_block_that_waited_and_is_anothers_by_now_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     """Also another group's: a block id belongs to one group at a time."""
     monkeypatch.setattr(PrefixCache, "holds", lambda self, block_id, digest: True)
-    finds(site, "is not as computed", queue=2, **options, **layout(name))
+    finds(site, "is not as computed", queue=2, **{**layout(name), **options})
 
 
 # --- windows and chunks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["window", "window and chunk"])
+@pytest.mark.parametrize("name", ["window", "window and chunk", "compressed"])
 def test_slots_read_as_if_nothing_more_were_local_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -93,7 +105,8 @@ def test_slots_read_as_if_nothing_more_were_local_are_found(
         loads_where_the_local_prefix_grew(site, name)
 
 
-def test_a_shorter_window_than_the_daemons_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["window", "compressed"])
+def test_a_shorter_window_than_the_daemons_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Both sides take the order of the slots from the same rules."""
     whole = Group.first
 
@@ -101,7 +114,7 @@ def test_a_shorter_window_than_the_daemons_is_found(site: Site, monkeypatch: pyt
         return whole(self, tokens) + (self.kind is Kind.WINDOW)
 
     monkeypatch.setattr(Group, "first", shorter)
-    finds(site, "holds other bytes|not done by every rank", queue=2, **layout("window"))
+    finds(site, "holds other bytes|not done by every rank", queue=2, **layout(name))
 
 
 def test_blocks_of_a_failed_load_named_to_vllm_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,35 @@ LAYOUTS = {
     "unlike blocks": (Groups((WIDE, WINDOW), BLOCK), 16),
     "two windows": (Groups((WINDOW, FULL, Group(Kind.WINDOW, BLOCK, 5)), BLOCK), 12),
     "window and chunk": (Groups((FULL, WINDOW, CHUNK), BLOCK), None),
+    # DeepSeek-V4's: compressed layers, two windows of what was not compressed, and the compressors' states, which are
+    # windows as well: with blocks of 256, 64, 8 and 4 tokens.
+    "compressed": (
+        Groups(
+            (
+                Group(Kind.WINDOW, 2 * BLOCK, 12),
+                Group(Kind.WINDOW, 2 * BLOCK, 12),
+                Group(Kind.FULL, 4 * BLOCK),
+                Group(Kind.WINDOW, BLOCK, 12),
+                Group(Kind.WINDOW, BLOCK, 5),
+            ),
+            BLOCK,
+        ),
+        None,
+    ),
 }
+ROOM: dict[str, dict[str, Any]] = {"compressed": {"blocks": 60}}  # five groups take more blocks
 STATES = {
     "state": (Groups((STATE, FULL), BLOCK), 8),
     "two states": (Groups((FULL, STATE, STATE), BLOCK), None),
 }
 DRAFTED = FULL._replace(drafts=True)
+_COMPRESSED = LAYOUTS["compressed"][0].groups
 DRAFTERS = {
     "full": (Groups((DRAFTED,), BLOCK), None),
     "window": (Groups((WINDOW._replace(drafts=True), DRAFTED), BLOCK), 8),
     "state": (Groups((STATE, DRAFTED), BLOCK), 8),
+    # The drafter's layer has a window of what is not compressed; vLLM looks the equal groups up as one.
+    "compressed": (Groups((*(each._replace(drafts=True) for each in _COMPRESSED[:2]), *_COMPRESSED[2:]), BLOCK), None),
 }
 # Ranks that hold one head have states of their own, so that the layers above would not agree.
 WITH_STATES: Any = {"one_head": False}
@@ -101,11 +120,21 @@ def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
-@pytest.mark.parametrize("layout", DRAFTERS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "full",
+        "window",
+        "state",
+        pytest.param(
+            "compressed", marks=pytest.mark.shows("EAGLE drafts", "compressed MLA and sliding windows (DeepSeek-V4)")
+        ),
+    ],
+)
 def test_random_schedules_with_a_drafter(site: Site, layout: str, queue: int) -> None:
     groups, retention = DRAFTERS[layout]
-    states = WITH_STATES if layout == "state" else {}
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention, drafts=True, **states)
+    options = WITH_STATES if layout == "state" else ROOM.get(layout, {})
+    total = explore(site, 35, queue=queue, groups=groups, retention=retention, drafts=True, **options)
     print(total)
     for what in (each for each in COVERED if each != "chunks"):  # sessions have no drafts: see Engine.add
         assert total[what] > 0, f"no example had any {what}: {total}"
@@ -167,12 +196,18 @@ def test_random_schedules_with_states(site: Site, name: str, queue: int) -> None
             "chunk",
             marks=pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and chunks"),
         ),
+        pytest.param(
+            "compressed",
+            marks=pytest.mark.shows(
+                "random schedules, `Scheduler` and `AsyncScheduler`", "compressed MLA and sliding windows (DeepSeek-V4)"
+            ),
+        ),
         "window and chunk",
     ],
 )
 def test_random_schedules(site: Site, layout: str, queue: int) -> None:
     groups, retention = LAYOUTS[layout]
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention)
+    total = explore(site, 35, queue=queue, groups=groups, retention=retention, **ROOM.get(layout, {}))
     print(total)
     covered = (*COVERED, *(f"stored_{group.kind.value}" for group in groups.groups))
     for what in covered:

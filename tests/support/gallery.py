@@ -1,8 +1,9 @@
 """The KV groups that vLLM makes of the models people serve, and whether the connector serves an engine with them.
 
 `.venv/bin/python -m tests.support.gallery` prints the table of docs/reference/models.md, or the rows of models named.
-Each model is built without weights from the numbers of its class in transformers.  Its layers' KV goes through vLLM's
-own `get_kv_cache_configs` and the checks of an engine's start.
+Each model is built without weights from the numbers of its class in transformers, and on no device: what it wants of
+CUDA for that has a stand-in.  Its layers' KV goes through vLLM's own `get_kv_cache_configs` and the checks of an
+engine's start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -30,12 +31,17 @@ HEAD = (
 RUN = ({"full"}, {"full", "window"}, {"full", "chunk"}, {"full", "state"})
 
 
+# Memory layouts of vLLM's attention on CPUs; for layers with pages of unlike sizes, those of its attention on GPUs.
+LAYOUTS, PACKED = ["LBNHC", "LBHNC", "BLNHC", "BLHNC"], ["BLNHC", "BLHNC"]
+
+
 class Model(NamedTuple):
-    """A class of vLLM's, the type of its configuration, and numbers that this type lacks."""
+    """A class of vLLM's, the type of its configuration, and numbers that this type lacks; None: that it has not."""
 
     architecture: str
     kind: str
     numbers: Mapping[str, Any] = MappingProxyType({})
+    layouts: Sequence[str] = LAYOUTS
 
 
 MODELS = {
@@ -47,8 +53,20 @@ MODELS = {
     "Qwen3-Next": Model("Qwen3NextForCausalLM", "qwen3_next"),
     "Qwen3.5 and 3.6": Model("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     "Qwen3.5 and 3.6 MoE": Model("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "Qwen4": Model("Qwen4ExpForCausalLM", "qwen4_exp_text", {"output_gate_type": "sigmoid"}),
     "DeepSeek-V3, R1; Kimi K2": Model("DeepseekV3ForCausalLM", "deepseek_v3"),
     "DeepSeek-V3.2": Model("DeepseekV32ForCausalLM", "deepseek_v32"),
+    "DeepSeek-V4": Model(
+        "DeepseekV4ForCausalLM",
+        "deepseek_v4",
+        # Layers by how many tokens they compress into one: what vLLM's class of the configuration has in their place.
+        {
+            "compress_ratios": [128, 128, *[128, 4] * 20, 128],
+            "num_hash_layers": 3,
+            **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_rates")),
+        },
+        PACKED,
+    ),
     "Kimi K2.5": Model("KimiK25ForConditionalGeneration", "kimi_k25"),
     "Kimi Linear": Model("KimiLinearForCausalLM", "kimi_linear"),
     "GLM-4.5 to 4.7": Model("Glm4MoeForCausalLM", "glm4_moe", {"head_dim": 128}),
@@ -100,8 +118,9 @@ def configured(folder: Path, model: Model) -> str:
     import transformers
 
     transformers.AutoConfig.for_model(model.kind).save_pretrained(folder)
-    numbers = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**numbers, **model.numbers, "architectures": [model.architecture]}))
+    numbers = json.loads((folder / "config.json").read_text()) | model.numbers | {"architectures": [model.architecture]}
+    kept = {name: each for name, each in numbers.items() if each is not None or name not in model.numbers}
+    (folder / "config.json").write_text(json.dumps(kept))
     return str(folder)
 
 
@@ -122,6 +141,7 @@ def row(name: str, folder: Path) -> str:
     from kvprefetch.connector import geometry, refusals
 
     sys.meta_path.append(Absent())
+    torch.cuda.Event = torch.Event = MagicMock()  # type: ignore[misc]
     model = MODELS[name]
     # vLLM looks at a class that it has not loaded in a process of its own, which has no stand-in.
     ModelRegistry.register_model(model.architecture, ModelRegistry.models[model.architecture].load_model_cls())
@@ -136,7 +156,7 @@ def row(name: str, folder: Path) -> str:
         config.cache_config.enable_prefix_caching = True  # most CPUs have none with MLA
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         specs = {each: spec for each, layer in layers.items() if (spec := layer.get_kv_cache_spec(config)) is not None}
-        resolve_kv_cache_layout(config, [["LBNHC", "LBHNC", "BLNHC", "BLHNC"]], specs.values())
+        resolve_kv_cache_layout(config, [[*model.layouts]], specs.values())
         (found,) = get_kv_cache_configs(config, [specs], [MEMORY_BYTES])
         made = [(type(each.kv_cache_spec).__name__, len(each.layer_names)) for each in found.kv_cache_groups]
         size = f"{found.kv_cache_tensors[0].size // found.num_blocks >> 10:,}"
@@ -153,9 +173,10 @@ def row(name: str, folder: Path) -> str:
         parts = []
         for (kind, window), same in groupby(sorted(groups), key=lambda each: each[:2]):
             counts = [count for *_, count in same]
-            times = f"{len(counts)} groups of {counts[-1]}" if len(counts) > 1 else str(counts[0])
+            size_of = " to ".join(map(str, sorted({counts[0], counts[-1]})))
+            times = f"{len(counts)} groups of {size_of}" if len(counts) > 1 else size_of
             parts.append(f"{kind}{f' {window:,}' if window else ''}: {times}")
-        mla = any(kind.startswith("MLA") for kind, _ in made)
+        mla = any("MLA" in type(each).__name__ for each in specs.values())
         ran = not mla and {kind for kind, *_ in groups} in RUN
         what = "served" if ran else "untried: MLA needs a CPU with AMX, or a GPU" if mla else "untried"
         return f"| {name} | `{model.architecture}` | {'; '.join(parts)} | {rules.unit_tokens}, {size} | {what} |"

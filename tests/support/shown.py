@@ -30,6 +30,7 @@ FAMILIES = (
     "full attention and sliding windows",
     "full attention and chunks",
     "full attention, sliding windows and chunks",
+    "compressed MLA and sliding windows (DeepSeek-V4)",
     "sliding windows alone",
     "Mamba",
     "full attention and Mamba",
