@@ -82,6 +82,17 @@ def test_the_newest_prompt_is_announced_shortly_before_the_session_comes_back() 
     assert setup.due(GAP_NS) is None, "once"
 
 
+def test_short_gaps_say_little_of_the_longest() -> None:
+    """With pauses of a few seconds the next one may be one of half a minute."""
+    setup = Setup()
+    setup.come("s", "a")
+    for number in range(OWN_GAPS):
+        setup.come("s", "a" * (number + 2), 2 * SECOND_NS)
+    due = setup.due(2 * SECOND_NS)
+    assert due is not None
+    assert due.ttl_ms > 30_000
+
+
 def test_a_fetch_that_takes_longer_begins_earlier() -> None:
     slow = Setup(block_ns=SECOND_NS)
     slow.learn()
