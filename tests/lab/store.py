@@ -85,6 +85,7 @@ class Store(Programs):
         rpc, self._metrics_port, *node_rpc = process.free_ports(2 + self.nodes)
         self.master_address = f"{self.host_ip}:{rpc}"
         offload = [] if self.disk is None else ["--enable_offload=true"]
+        on_evict = [] if self.disk is None else ["--offload_on_evict=true"]
         self._master = [
             program("mooncake_master"),
             f"--rpc_address={self.host_ip}",
@@ -95,6 +96,7 @@ class Store(Programs):
             # On a starved machine a node's heartbeat may come so late that the default drops its values.
             "--client_ttl=120",  # 0.3.14 takes it for both of its bounds
             *offload,
+            *on_evict,
         ]
         self._processes.append(self._spawn_master(scratch))
         self._start_nodes(node_rpc, offload, scratch)
