@@ -306,7 +306,7 @@ def test_a_slab_stays_with_a_worker_that_outlives_its_epoch(daemon: Daemon) -> N
     for sock in engine.sockets:  # the epoch is over
         sock.close()
     eventually(lambda: len(daemon.records("engine.detached")) > before, what="the end of the epoch")
-    assert held_by(daemon.pid) == 0
+    eventually(lambda: held_by(daemon.pid) == 0, what="its memory is free")
     assert [engine.read(slot) for slot in slots] == list(values.values())
     assert machine().memories() == 1
     engine.close()
