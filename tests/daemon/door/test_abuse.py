@@ -122,13 +122,13 @@ def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve
     neighbour.close()
 
 
-# Announces a thousand prompts a second, from a process of its own; at its end it prints how many, and refused.
+# Offers a thousand prompts a second, from a process of its own; at its end it prints how many had an answer.
 FLOOD = """
 import json, sys, threading, time
 from pathlib import Path
 from kvprefetch.client.door import Door
 from tests.daemon.door.test_door import message
-path, size, threads, hashes = Path(sys.argv[1]), 16, 16, sys.argv[2:]
+path, size, threads, hashes = Path(sys.argv[1]), 16, 64, sys.argv[2:]
 statuses = []
 def flood(name):
     door, number, began = Door(path), 0, time.monotonic()
@@ -142,13 +142,13 @@ for name in range(threads):
 began = time.monotonic()
 sys.stdin.read()
 count, refused, s = len(statuses), statuses.count(429), time.monotonic() - began
-print(f"{count * size / s:.0f} a second, {refused / count:.0%} refused")
+print(f"{count * size / s:.0f} answered a second, {refused / count:.0%} refused")
 """
 
 
 @pytest.mark.stress
 def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
-    """A thousand announcements a second of what never comes; printed: what the daemon takes for hinted requests."""
+    """More announcements of what never comes than the door takes; printed: how soon hinted requests are answered."""
     daemon, size, own = serve(memory="512MiB", staging="24MiB"), 256 << 10, list[dict[bytes, bytes]]()
     flooded, values = engine_with(daemon, "flooded", 32)
     neighbour = FakeEngine(daemon.socket, engine_id="neighbour", prefix="neighbour", block_bytes=size)
