@@ -262,8 +262,9 @@ class Ahead:
             self._over(number, "rejected", why)
         self._at_work.clear()  # nothing says that they end
 
-    def __len__(self) -> int:
-        """Count the outcomes that are not told yet."""
+    @property
+    def untold(self) -> int:
+        """Return how many outcomes `next_outcome` has."""
         return len(self._outcomes)
 
     def next_outcome(self) -> tuple[int, Outcome] | None:

@@ -37,7 +37,7 @@ class EpochCalls:
         self._parts, self._services, self._caller = parts, parts.services, caller
         self._replies: dict[int, tuple[Announce, Reply]] = {}  # of announcements, by number
         self._announcements = 0
-        self.owes = False  # replies, which the next turn of the loop may bring
+        self.owes = False  # replies that the next turn of the loop may bring; not where a caller has to read first
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
@@ -244,7 +244,7 @@ class EpochCalls:
                     parts.counters.add("announced_blocks", count, result)
                 blocks = {f"{result}_blocks": count for result, count in counts.items()}
                 parts.log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
-        self.owes = len(parts.ahead) > 0
+        self.owes = parts.ahead.untold > 0
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
