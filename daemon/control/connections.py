@@ -41,7 +41,7 @@ class Connections:
         sock.setblocking(False)  # `accept` stops where none waits
         self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
-        self._asking: list[Peer] = []  # those that are paused, the first ones longest
+        self._asking: list[Peer] = []  # not looked at: their user's questions took too much time
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
         self._paused = True
         self._listen()
@@ -107,15 +107,17 @@ class Connections:
 
     def pause(self, peer: Peer) -> None:
         """Do not look at a connection until `resume`."""
-        peer.paused = True
         self._asking.append(peer)
         self._epoll.unregister(peer.sock)
 
     def resume(self, may_ask: Callable[[int], bool]) -> bool:
-        """Look again at some connections whose user `may_ask`, those first that waited longest; True if others wait."""
-        for peer in [each for each in self._asking if may_ask(each.credentials.uid)][:RESUMED]:
+        """Look again at some connections whose user `may_ask`; return whether others wait.
+
+        Those that waited longest, or are new, come first.
+        """
+        allowed = [each for each in self._asking if may_ask(each.credentials.uid)]
+        for peer in sorted(allowed, key=lambda each: each.read_ns)[:RESUMED]:
             self._asking.remove(peer)
-            peer.paused = False
             self._epoll.register(peer.sock, select.EPOLLIN)
         return bool(self._asking)
 
@@ -123,7 +125,7 @@ class Connections:
         """End a connection. Its socket stays open while descriptors sent on it are unread, so that they are counted."""
         if self._peers.pop(peer.sock.fileno(), None) is None:
             return
-        if peer.paused:
+        if peer in self._asking:
             self._asking.remove(peer)
         else:
             self._epoll.unregister(peer.sock)

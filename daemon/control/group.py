@@ -29,7 +29,7 @@ class Peer:
     group: Group | None = None
     mapped: Mapped | None = None
     handed: bool = False  # it was sent the descriptors of its memory
-    paused: bool = False  # the loop does not look at it: its user's questions took too much time
+    read_ns: int = 0  # when the loop read a message of it last
 
     @property
     def waiting(self) -> bool:

@@ -55,7 +55,7 @@ class Control:
                 if peer.hello is not None:
                     self._read(peer, now_ns)
                 elif self._budget.left(peer.credentials.uid, now_ns):
-                    began_ns = time.thread_time_ns()
+                    peer.read_ns, began_ns = now_ns, time.thread_time_ns()
                     self._read(peer, now_ns)
                     self._budget.spend(peer.credentials.uid, time.thread_time_ns() - began_ns, now_ns)
                 else:
