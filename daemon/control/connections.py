@@ -16,6 +16,7 @@ import socket
 import termios
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 
 from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
@@ -42,6 +43,7 @@ class Connections:
         self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
         self._asking: list[Peer] = []  # not looked at: their user's questions took too much time
+        self._new_first = True
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
         self._paused = True
         self._listen()
@@ -106,19 +108,28 @@ class Connections:
         peer.send(Refused(error=error, final=final))
 
     def pause(self, peer: Peer) -> None:
-        """Do not look at a connection until `resume`."""
+        """Do not look at a connection until `resume`, unless its process hangs up."""
         self._asking.append(peer)
-        self._epoll.unregister(peer.sock)
+        self._epoll.modify(peer.sock, 0)
+
+    def paused(self, peer: Peer) -> bool:
+        return peer in self._asking
 
     def resume(self, may_ask: Callable[[int], bool]) -> bool:
         """Look again at some connections whose user `may_ask`; return whether others wait.
 
-        Those that waited longest, or are new, come first.
+        In turns, as many come first that asked nothing yet as others; of these, those that waited longest.
         """
-        allowed = [each for each in self._asking if may_ask(each.credentials.uid)]
-        for peer in sorted(allowed, key=lambda each: each.read_ns)[:RESUMED]:
+        allowed = sorted(
+            (each for each in self._asking if may_ask(each.credentials.uid)), key=lambda each: each.read_ns
+        )
+        new = [each for each in allowed if each.read_ns == 0]
+        others = allowed[len(new) :]
+        pairs = zip_longest(new, others) if self._new_first else zip_longest(others, new)
+        self._new_first = not self._new_first
+        for peer in [each for pair in pairs for each in pair if each is not None][:RESUMED]:
             self._asking.remove(peer)
-            self._epoll.register(peer.sock, select.EPOLLIN)
+            self._epoll.modify(peer.sock, select.EPOLLIN)
         return bool(self._asking)
 
     def close(self, peer: Peer) -> None:
@@ -127,8 +138,7 @@ class Connections:
             return
         if peer in self._asking:
             self._asking.remove(peer)
-        else:
-            self._epoll.unregister(peer.sock)
+        self._epoll.unregister(peer.sock)
         if peer.handed and _unread_bytes(peer.sock):
             peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads the rest, then the end of file
             self._unread.append(peer)

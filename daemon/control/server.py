@@ -52,7 +52,9 @@ class Control:
                 for closed in self._connections.accept():
                     self._handshake.left(closed)
             elif (peer := self._connections.get(fd)) is not None:
-                if peer.hello is not None:
+                if self._connections.paused(peer):  # its process hung up, and waits for no answer
+                    self._leave(peer)
+                elif peer.hello is not None:
                     self._read(peer, now_ns)
                 elif self._budget.left(peer.credentials.uid, now_ns):
                     peer.read_ns, began_ns = now_ns, time.thread_time_ns()
@@ -110,6 +112,9 @@ class Control:
             self._connections.refuse(peer, str(error), final=True)
         except OSError as error:  # the process ended meanwhile
             self._shared.log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
+        self._leave(peer)
+
+    def _leave(self, peer: Peer) -> None:
         self._connections.close(peer)
         self._handshake.left(peer)
 

@@ -47,9 +47,12 @@ def http_server(name: str, engine: Engine, may_begin: threading.Event) -> Iterat
     with ThreadingHTTPServer(("127.0.0.1", 0), Completions) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            may_begin.set()  # or its threads would wait on
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager

@@ -10,15 +10,17 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvprefetch.daemon.control.budget import SHARE
 from kvprefetch.daemon.control.connections import MAX_PROCESSES, MAX_WAITING
-from kvprefetch.shmring.wire.admin import StatQuery, StatusQuery
+from kvprefetch.shmring.wire.admin import EngineQuery, Report, StatQuery, StatusQuery
 from kvprefetch.shmring.wire.attach import Attached, Refused
 from kvprefetch.shmring.wire.codec import Message, encode_message, send_message
 from tests.daemon.conftest import keeps_to_the_catalogue
@@ -273,6 +275,30 @@ def test_a_newcomer_is_served_within_seconds_beside_two_hundred_clients_that_flo
             assert time.monotonic() - began < 3.0
         for number in range(2):
             FakeEngine(daemon.socket, engine_id=f"newcomer-{number}")
+
+
+def test_a_kept_connection_is_answered_beside_clients_that_connect_anew_for_each_question(daemon: Daemon) -> None:
+    """As the door's connection beside scripts that run `kvprefetchd status` again and again."""
+    stop, asked = threading.Event(), list[int]()
+
+    def ask_anew() -> None:
+        while not stop.is_set():
+            asked.append(ask_daemon(daemon.socket).pid)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as kept, ThreadPoolExecutor() as pool:
+        kept.connect(str(daemon.socket))
+        clients = [pool.submit(ask_anew) for _ in range(4)]
+        try:
+            eventually(lambda: len(asked) > 100, what="a hundred answers to new connections")
+            for _ in range(5):
+                began = time.monotonic()
+                send_message(kept, EngineQuery())
+                assert not answer(kept, Report).ok
+                assert time.monotonic() - began < 3.0
+        finally:
+            stop.set()
+        for each in clients:
+            each.result()
 
 
 @pytest.mark.parametrize("clients", [1, 200])
