@@ -168,32 +168,30 @@ class Groups:
         """Return how many digests of the prompt a block of this group has: its own one is the last of them."""
         return self.groups[group].block_tokens // self.hash_tokens
 
-    def wanted(self, local: int, above: int, usable: int) -> list[Numbers]:
-        """Return, for each group, the blocks that some prefix of more than `above`, up to `usable` tokens, needs.
+    def wanted(self, local: int, prefixes: Numbers) -> list[Numbers]:
+        """Return, for each group, the blocks that some of these prefixes needs; they are longer than the local one.
 
-        The engine's own cache has the first `local` tokens.  All three are multiples of the unit.
+        The engine's own cache has the first `local` tokens.  All are tokens, multiples of the unit, and rising.
         """
-        tokens = self._prefixes(above, usable)
-        if not len(tokens):
-            return [tokens] * len(self.groups)
+        if not len(prefixes):
+            return [prefixes] * len(self.groups)
         found = []
         for group in self.groups:
-            start = max(int(group.first(tokens)[0]), local // group.block_tokens)
-            blocks: Numbers = np.arange(start, usable // group.block_tokens + group.ahead)
+            start = max(int(group.first(prefixes)[0]), local // group.block_tokens)
+            blocks: Numbers = np.arange(start, prefixes[-1] // group.block_tokens + group.ahead)
             # Of the prefixes that reach a block the shortest one begins to read first.
-            shortest = tokens[np.searchsorted(tokens, (blocks + 1 - group.ahead) * group.block_tokens)]
+            shortest = prefixes[np.searchsorted(prefixes, (blocks + 1 - group.ahead) * group.block_tokens)]
             found.append(blocks[group.first(shortest) <= blocks])
         return found
 
-    def longest(
-        self, local: int, above: int, usable: int, there: Sequence[npt.NDArray[Any]], room: int | None = None
-    ) -> int:
-        """Return the tokens of the longest prefix, up to `usable`, for which each group has its blocks; else `above`.
+    def prefixes(self, local: int, above: int, usable: int, there: Sequence[npt.NDArray[Any]], room: int) -> Numbers:
+        """Return the prefixes of more than `above`, up to `usable` tokens, for which each group has its blocks.
 
         `there[g][i]`: whether there is block i of group g behind the `local` tokens; of full attention all are.
-        `room`: the most items.  The cost depends on the blocks that prefixes of more than `above` need.
+        `room`: the most items.  The cost depends on the blocks that these prefixes need.
         """
-        tokens = self._prefixes(above, usable)
+        unit = self.unit_tokens
+        tokens: Numbers = np.arange(above // unit + 1, usable // unit + 1, dtype=np.int64) * unit
         items, good = np.zeros_like(tokens), np.ones(len(tokens), dtype=np.bool_)
         for group, present in zip(self.groups, there, strict=True):
             base = local // group.block_tokens
@@ -206,9 +204,7 @@ class Groups:
                 missing = np.where(present[start:stop], -1, np.arange(start, stop))
                 last = np.maximum.accumulate(missing)[np.maximum(ends - 1 - start, 0)] if stop > start else -1
                 good &= (last < firsts) | (ends == firsts)
-        if room is not None:
-            good &= items <= max(room, 0)
-        return int(tokens[good][-1]) if good.any() else above
+        return tokens[good & (items <= max(room, 0))]
 
     def most_items(self, local: int, usable: int) -> int:
         """Return a bound for the items of a prefix of more than `local`, up to `usable` tokens."""
@@ -288,8 +284,3 @@ class Groups:
             else:
                 found.append(range(first, first if group.kind is Kind.STATE else stop))
         return found
-
-    def _prefixes(self, local: int, usable: int) -> Numbers:
-        """Lengths in tokens of the prefixes that are longer than the local one."""
-        unit = self.unit_tokens
-        return np.arange(local // unit + 1, usable // unit + 1, dtype=np.int64) * unit

@@ -50,8 +50,9 @@ class _Question(NamedTuple):
 class Prompt:
     """What is known of each group's blocks of a prompt, behind the local ones, from which blocks are counted here.
 
-    Questions come in slices: first of full attention, up to its first absent block, then of the other groups, what the
-    longest prefix that may be there needs.  Each time that this is not there, more of the shorter ones is asked for.
+    Questions come in slices: first of full attention, up to its first absent block, and with its last slice the blocks
+    of the other groups that the longest prefix needs.  Where these are not there, the shorter prefixes follow, each
+    time more of them: first one group's blocks, then the others' of the prefixes for which these are there.
 
     With several groups a prefix is of use with all its blocks alone: a shorter one needs other blocks.  With one each
     leading part is a prefix, too, and `names` has all blocks from the beginning.
@@ -154,8 +155,6 @@ class Prompt:
             if number in self._full:
                 self._full[number] += len(states)
             at += count
-        if questions and questions[0].number not in self._full:
-            self._widen()
 
     def holds(self, count: int) -> None:
         """So many leading blocks are pinned in staging."""
@@ -194,31 +193,40 @@ class Prompt:
             tokens = end * group.block_tokens // unit * unit
             self._end = max(self._local, min(self._end, tokens))
 
-    def _wanted(self, most: int) -> list[tuple[int, range]] | list[tuple[int, Numbers]]:
+    def _wanted(self, most: int) -> Sequence[tuple[int, range] | tuple[int, Numbers]]:
         """Return unknown blocks to ask for, by group; none once `_end` is the answer."""
         for number, first in self._full.items():
             group = self._groups.groups[number]
             stop = self._end // group.block_tokens + group.ahead - self._bases[number]
             if first < stop and self._end > self._local:
-                return [(number, range(first, min(first + most, stop)))]
+                full = (number, range(first, min(first + most, stop)))
+                last = 0 < first < stop <= first + most and number == max(self._full)
+                return [full, *self._unknown(np.array([self._end]))] if last else [full]
         if len(self._full) == len(self._known):
             return []
         while self._end > self._local:
-            above, width = max(self._local, self._end - self._width), self._width
             there = [np.frombuffer(known, np.uint8) for known in self._known]
-            self._end = self._groups.longest(self._local, above, self._end, there, self._room)
-            if self._end == above:
+            above, longest = max(self._local, self._end - self._width), self._width == self._groups.unit_tokens
+            prefixes = self._groups.prefixes(self._local, above, self._end, there, self._room)
+            self._end = int(prefixes[-1]) if len(prefixes) else above
+            if not len(prefixes):
                 self._widen()
-            elif self._unknown(self._end - self._groups.unit_tokens):
-                return self._unknown(max(self._local, self._end - width))
+            elif self._unknown(prefixes[-1:]):
+                wanted = self._unknown(prefixes)
+                return wanted if longest or wanted[0][0] != self._decides else wanted[:1]
             else:
                 break
         return []
 
-    def _unknown(self, above: int) -> list[tuple[int, Numbers]]:
-        """Return the unknown blocks that prefixes of more than `above` tokens, up to `_end`, need."""
+    @property
+    def _decides(self) -> int:
+        """Return the number of the first group that is not of full attention."""
+        return next(number for number in range(len(self._known)) if number not in self._full)
+
+    def _unknown(self, prefixes: Numbers) -> list[tuple[int, Numbers]]:
+        """Return the unknown blocks that these prefixes need, but for those of full attention."""
         found = []
-        for number, wanted in enumerate(self._groups.wanted(self._local, above, self._end)):
+        for number, wanted in enumerate(self._groups.wanted(self._local, prefixes)):
             if number not in self._full:
                 blocks = wanted - self._bases[number]
                 blocks = blocks[np.frombuffer(self._known[number], np.uint8)[blocks] == UNKNOWN]
@@ -227,10 +235,10 @@ class Prompt:
         return found
 
     def _widen(self) -> None:
-        """Look at more prefixes at a time, up to those with about a slice of names."""
+        """Look at more prefixes at a time, up to those with about a slice of names of the group that decides."""
         unit = self._groups.unit_tokens
-        others = self._groups.names(1) - len(self._full)
-        self._width = min(4 * self._width, max(1, SLICE // max(1, others)) * unit)
+        names = unit // self._groups.groups[self._decides].block_tokens
+        self._width = min(4 * self._width, max(1, SLICE // names) * unit)
 
     # --- the choice -------------------------------------------------------------------------------------------------
 

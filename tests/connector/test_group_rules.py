@@ -132,7 +132,10 @@ def test_wanted_is_upstreams_look_up_mask(prompt: Prompt, shape: Shape) -> None:
     unit = groups.unit_tokens
     local, usable = local * unit, (local + more) * unit + rest
     longest = max(local, groups.blocks(usable // groups.hash_tokens) * unit)
-    masks, wanted = upstream(groups, *shape).lookup_mask(usable // unit * unit), groups.wanted(local, local, longest)
+    masks, wanted = (
+        upstream(groups, *shape).lookup_mask(usable // unit * unit),
+        groups.wanted(local, np.arange(local + unit, longest + 1, unit)),
+    )
     for group, blocks, mask in zip(groups.groups, wanted, masks, strict=True):
         ends = range(usable // unit * unit // group.block_tokens)
         first, stop = local // group.block_tokens, longest // group.block_tokens

@@ -190,6 +190,28 @@ def test_where_only_full_attention_is_there_each_block_is_asked_for_once() -> No
     assert questions == 5, "1, 4, 16, 64 prefixes, and the rest"
 
 
+def test_with_the_last_slice_of_full_attention_the_windows_of_the_longest_prefix_are_asked_for() -> None:
+    """A hit takes two questions then. The first one is of full attention alone: most prompts are not there."""
+    groups = Groups((Group(Kind.FULL, 2), Group(Kind.WINDOW, 2, 4), Group(Kind.STATE, 2)), 2)
+    asked, questions = Asked(groups, 0, 100), list[list[int]]()
+    asked.stored = needed_by_any(groups, 1, 0, 100)
+    for most in (9, 1000):
+        names = asked.prompt.next(most)
+        questions.append([each[-1] for each in names])
+        asked.prompt.found(bytes(each in asked.stored for each in names), b"")
+    assert questions == [[0] * 9, [0] * 91 + [1] * 2 + [2]]
+    assert (asked.prompt.next(9), asked.prompt.choose().blocks) == ([], 100)
+
+
+def test_of_shorter_prefixes_other_groups_are_asked_where_the_first_one_has_its_blocks() -> None:
+    groups = Groups((Group(Kind.FULL, 2), Group(Kind.WINDOW, 2, 2), Group(Kind.STATE, 2)), 2)
+    asked = Asked(groups, 0, 300)
+    asked.stored = {name(groups, 1, 0, block) for block in range(300)}
+    asked.stored |= {name(groups, 1, group, block) for group, block in ((1, 9), (1, 99), (2, 9))}
+    assert asked.choose(1000).blocks == 10
+    assert {each for each in asked.names if each[-1] == 2} == {name(groups, 1, 2, block) for block in (299, 99, 9)}
+
+
 def test_while_the_store_is_away_what_is_staged_counts_as_far_as_a_few_looks_reach() -> None:
     asked = Asked(SHAPES[0], 0, 8)
     asked.staged = set(needed(SHAPES[0], 1, 0, 5))
