@@ -32,7 +32,6 @@ DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_polic
 ANSWER_S = 2.0
 SYMPTOM = "kvprefetchd docs symptoms, “An engine does not attach”"
 _ROLES = ("kv_both", "kv_consumer", "kv_producer")
-_WINDOWED = ("sliding_attention", "chunked_attention")
 _FULL = ("full_attention", "attention")
 _STATES = ("mamba_", "ssm_", "linear_")  # keys of a model with state-space or linear-attention layers
 
@@ -102,12 +101,12 @@ def model(arguments: argparse.Namespace) -> Iterator[Finding]:
     said = json.loads(path.read_text())
     text = said.get("text_config") or said
     kinds = {str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()}
-    advice, states = "docs/reference/compatibility.md has the models that are served", kinds - {*_FULL, *_WINDOWED}
+    advice = "docs/reference/compatibility.md has the models that are served"
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     named = ", ".join(sorted(kinds)) or "layers that config.json does not tell apart"
     if said.get("is_encoder_decoder"):
         yield "bad", "an encoder-decoder model is not served", advice
-    elif kinds and (not kinds & set(_FULL) or (states and kinds & set(_WINDOWED))):
+    elif kinds and not kinds & set(_FULL):
         yield "bad", f"these layers together are not served: {named}", advice
     elif not kinds and (window or any(key.startswith(_STATES) for key in text)):
         yield "note", f"sliding windows, or states, are served with full attention in other layers: {named}", advice

@@ -34,26 +34,12 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
     rules = tuple(_group(each.kv_cache_spec, drafts=each.kv_cache_spec in flagged) for each in groups)
     found = Groups(rules, hash_tokens)
     found.check()
-    _check_states(kv_cache_config, found)
+    _check_states(found)
     return found
 
 
-def _check_states(kv_cache_config: KVCacheConfig, found: Groups) -> None:
-    """Raise ValueError for states in a company in which vLLM's own cache counts otherwise than our rules."""
-    states = [group.kind is Kind.STATE for group in found.groups]
-    attention = [
-        each.kv_cache_spec for each, state in zip(kv_cache_config.kv_cache_groups, states, strict=True) if not state
-    ]
-    if not any(states):
-        return
-    # vLLM takes as local what the first group of full attention has, and asks no other group for that prefix.
-    if any(group.kind not in (Kind.STATE, Kind.FULL) for group in found.groups) or any(
-        spec != attention[0] for spec in attention
-    ):
-        raise ValueError(
-            "states are served beside full attention of one kind only: "
-            f"kinds={','.join(group.kind.value for group in found.groups)}"
-        )
+def _check_states(found: Groups) -> None:
+    """Raise ValueError for states whose prefixes vLLM's own cache counts otherwise than our rules."""
     for number, group in enumerate(found.groups):
         # vLLM then also counts a prefix that ends inside a block, by a copy of that block.
         if group.kind is Kind.STATE and group.block_tokens > found.hash_tokens:

@@ -124,7 +124,6 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
         (f"{full_only}1 kinds=window$", {}, kv_cache_config([window])),
         (f"{full_only}2 kinds=chunk,window$", {}, kv_cache_config([window, chunks], 2)),
         (f"{full_only}1 kinds=state$", {}, kv_cache_config([mamba])),
-        ("beside full attention of one kind only: .*,state", {}, kv_cache_config([full, window, mamba], 3)),
         ("has no drafts: group=1 kind=chunk", eagle, kv_cache_config([full, chunks], 2)),
         ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
         ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
@@ -140,9 +139,6 @@ def refusals() -> list[tuple[str, dict[str, Any], Any]]:
 SHOWN = {
     "1 kinds=window$": pytest.mark.shows("saved, then loaded: tokens equal", "sliding windows alone", refused=True),
     "1 kinds=state$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
-    "of one kind only: .*,state": pytest.mark.shows(
-        "saved, then loaded: tokens equal", "full attention, sliding windows and Mamba", refused=True
-    ),
     "group=1 kind=chunk": pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
     "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.connector.test_group_rules import spec
 from tests.support.kv_groups import layouts
@@ -47,15 +48,8 @@ def a_request(groups: Groups, tokens: int, shared: int = 1 << 16) -> Any:
 
 
 def servable(groups: Groups) -> bool:
-    """As connector/groups.py has it: beside states nothing but full attention.
-
-    Of one group vLLM hashes whole blocks.
-    """
-    if len(groups.groups) == 1 and groups.unit_tokens != groups.hash_tokens:
-        return False
-    states = [one for one in groups.groups if one.kind is Kind.STATE]
-    others = [one for one in groups.groups if one.kind is not Kind.STATE]
-    return not states or all(one.kind is Kind.FULL and one == others[0] for one in others)
+    """Of one group vLLM hashes whole blocks."""
+    return len(groups.groups) > 1 or groups.unit_tokens == groups.hash_tokens
 
 
 @given(layouts().filter(servable), st.integers(0, 9), st.integers(1, 9), st.integers(1, 20))
@@ -70,7 +64,7 @@ def test_a_load_fills_all_that_vllm_gave_it_and_what_is_local_is_whole(
         manager.free(first)
         manager.new_step_starts()
     request = a_request(groups, (cached + more) * unit + rest)
-    found = manager.get_computed_blocks_for_connector(request)
+    found = manager.get_computed_blocks(request)
     local, cache = found[1], {block for table in found[0].get_block_ids() for block in table} | {0}
     assert local % unit == 0
     tokens = (cached + more) * unit
@@ -96,16 +90,19 @@ def test_a_load_fills_all_that_vllm_gave_it_and_what_is_local_is_whole(
         loaded |= new
 
 
-@pytest.mark.parametrize(("kinds", "local"), [("FWS", 24), ("FW", 0)])
-def test_beside_states_vllm_counts_a_prefix_as_local_whose_window_is_gone(kinds: str, local: int) -> None:
-    """So windows beside states are refused: the items of a longer prefix leave out what is local."""
-    rules = {"F": Group(Kind.FULL, 4), "W": Group(Kind.WINDOW, 4, 9), "S": Group(Kind.STATE, 4)}
-    groups = Groups(tuple(rules[kind] for kind in kinds), 4)
+@pytest.mark.parametrize(("asks", "local"), [("get_computed_blocks", 0), ("get_computed_blocks_for_connector", 24)])
+def test_what_vllm_counts_as_local_for_this_connector_is_there_in_all_groups(asks: str, local: int) -> None:
+    """A connector that says it completes others, too, is asked behind the full attention that there is.
+
+    Here its window and its state are gone; the items of a longer prefix would leave out what counts as local.
+    """
+    groups = Groups((Group(Kind.FULL, 4), Group(Kind.WINDOW, 4, 9), Group(Kind.STATE, 4)), 4)
     manager = manager_of(groups, retention=0)
     first = a_request(groups, 40)
     assert manager.allocate_slots(first, 40) is not None
     manager.free(first)
     manager.new_step_starts()
-    found = manager.get_computed_blocks_for_connector(a_request(groups, 40, shared=24))
+    found = getattr(manager, asks)(a_request(groups, 40, shared=24))
     assert found[1] == local
     assert not any(found[0].get_block_ids()[1])
+    assert not KVPrefetchConnector.supports_divergent_local_hybrid_hits.fget(None)

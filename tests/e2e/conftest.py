@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -228,11 +229,17 @@ def loaded_on_two_ranks(
 
 
 def each_reads_what_the_other_wrote(
-    cluster: Store, reference: Engine, mine: Engine, theirs: Engine, stored: int, seed: int
+    cluster: Store,
+    reference: Engine,
+    mine: Engine,
+    theirs: Engine,
+    stored: int,
+    seed: int,
+    written: Mapping[int, int | None] = MappingProxyType({0: None, 1: None}),
 ) -> None:
     """Loads of either connector's values give the right tokens, and both store the same keys with the same bytes.
 
-    `stored`: the keys of a prompt of 300 tokens, in two groups.
+    `stored`: the keys of a prompt of 300 tokens, in all groups; `written`: of each, how many bytes mean something.
     """
 
     def write(writer: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -247,13 +254,14 @@ def each_reads_what_the_other_wrote(
         assert write(writer, prompts) == tokens
         served(reader.run(prompts), tokens, hits(prompts))
     prompts, digests = make_prompts(2, 300, seed=seed), []
-    keys = (control.block_keys(mine.spec.model, prompt, group=group) for prompt in prompts for group in (0, 1))
-    names = [name for some in keys for name in some]
+    keys = {each: [control.block_keys(mine.spec.model, prompt, group=each) for prompt in prompts] for each in written}
+    names = {each: [name for some in found for name in some] for each, found in keys.items()}
     for writer in (mine, theirs):
         assert writer.reset_prefix_cache()
         write(writer, prompts)
-        digests.append(control.read_digests(cluster.config, names))
-        control.remove(cluster.config, [name for name, digest in zip(names, digests[-1], strict=True) if digest])
+        digests.append([control.read_digests(cluster.config, names[each], size) for each, size in written.items()])
+        for some, found in zip(names.values(), digests[-1], strict=True):
+            control.remove(cluster.config, [name for name, digest in zip(some, found, strict=True) if digest])
     assert digests[0] == digests[1]
 
 

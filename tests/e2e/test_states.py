@@ -28,7 +28,7 @@ from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import make_granite
+from tests.lab.hybrid import WINDOW, make_granite
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
@@ -40,6 +40,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 STATES, FULL = 0, 1  # groups: the first layer has a state
+STATE_BYTES = 11_456  # of the 16 KiB of a layer's page
 PROMPTS = make_prompts(6, 300, seed=91)
 LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 308, seed=92), strict=True)]
 OTHERS = make_prompts(20, 300, seed=101)
@@ -78,11 +79,41 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, referenc
     engine.stop()
 
 
+@pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and Mamba")
+@pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention, sliding windows and Mamba")
+def test_with_windows_too_loaded_tokens_are_right_and_each_connector_reads_what_the_other_wrote(
+    cluster: Store,
+    shared: Daemon,
+    granite: Path,
+    engines: Callable[..., Engine],
+    module_auditor: Auditor,
+) -> None:
+    """Four groups of a layer each: two with states, one with a window of two blocks, one of full attention."""
+    plain = EngineSpec(model=granite, prepare="tests.lab.hybrid:windows_among_states", **STEP)
+    windowed = engines(plain)
+    mine = engines(plain.but(kv_transfer=ours(shared.socket, key_format="vllm")))
+    theirs = engines(plain.but(kv_transfer=upstream(), mooncake_config=cluster.config))
+    stored, written = 300 // BLOCK + 2 + WINDOW // BLOCK, {0: STATE_BYTES, 1: STATE_BYTES, 2: None, 3: None}
+    each_reads_what_the_other_wrote(cluster, windowed, mine, theirs, stored, 98, written)
+    theirs.stop()
+    right, right_long = windowed.run(PROMPTS).tokens, windowed.run(LONG).tokens
+    assert mine.run(PROMPTS).tokens == right
+    assert mine.run(LONG).tokens == right_long
+    site = Site(shared, granite, module_auditor, engines)
+    site.fresh(mine)
+    served(mine.run(PROMPTS), right, hits(PROMPTS))
+    served(mine.run(LONG), right_long, hits(LONG))  # beside local hits
+    for entry in (0, 3, 4):  # of the first state, of the window, of full attention
+        site.a_foreign_block_shows(mine, PROMPTS, right, entry)
+    mine.stop()
+    windowed.stop()
+
+
 @pytest.mark.shows("values with a page that a disk lost", "full attention and Mamba")
 def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
     granite: Path, reference: Engine, engines: Callable[..., Engine], at: At, tmp_path: Path
 ) -> None:
-    """Of the two states in a value 11,456 bytes each are written, of 16 KiB; the lost page is one of the second."""
+    """Of the two states in a value STATE_BYTES each are written; the lost page is one of the second."""
     right = reference.run(PROMPTS).tokens
     with Daemon(memory="128MiB", staging="32MiB", disk=f"{tmp_path / 'disk'}:256MiB", extra=PATIENT) as daemon:
         site = at(daemon)

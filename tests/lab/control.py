@@ -66,9 +66,14 @@ def swap_values(config: Path, first: str, second: str, *, host_ip: str = "127.0.
     _ask({"op": "swap", "keys": [first, second]}, config, host_ip)
 
 
-def read_digests(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> list[str | None]:
-    """sha256 of each key's value, None where the store has none: compares what two writers stored."""
-    return _ask({"op": "digests", "keys": list(keys)}, config, host_ip)
+def read_digests(
+    config: Path, keys: Sequence[str], size: int | None = None, *, host_ip: str = "127.0.0.1"
+) -> list[str | None]:
+    """sha256 of each key's value, None where the store has none: compares what two writers stored.
+
+    `size`: of so many bytes of each, from its begin.
+    """
+    return _ask({"op": "digests", "keys": list(keys), "size": size}, config, host_ip)
 
 
 def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
@@ -216,7 +221,8 @@ def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
         for key in keys:
             if (code := store.remove(key, force=True)) != 0:
                 raise ControlError(f"remove {key}: {code}")
-    return [None if value is None else hashlib.sha256(value).hexdigest() for value in values]
+    size = command.get("size")
+    return [None if value is None else hashlib.sha256(value[:size]).hexdigest() for value in values]
 
 
 if __name__ == "__main__":

@@ -133,6 +133,20 @@ def windows_among_chunks() -> None:
     module.ChunkedLocalAttention = layer
 
 
+def windows_among_states() -> None:
+    """Let the first layer of the engine's Granite 4 with attention have a sliding window. See EngineSpec.prepare."""
+    from vllm.model_executor.models import granitemoehybrid
+
+    module: Any = granitemoehybrid
+    full = module.Attention
+
+    def layer(*args: Any, prefix: str, **options: Any) -> Any:
+        window = WINDOW if prefix.split(".layers.")[1].startswith("1.") else None
+        return full(*args, prefix=prefix, per_layer_sliding_window=window, **options)
+
+    module.Attention = layer
+
+
 def _write(folder: Path, config: Any, **filled: float) -> None:
     """Write a model of random weights in which what other tokens say outweighs what the last one says.
 

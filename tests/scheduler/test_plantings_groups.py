@@ -47,7 +47,7 @@ STATE = layout("state")
 # --- what windows and states have in common ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["window", "state"])
+@pytest.mark.parametrize("name", ["window", "state", "state and window"])
 def test_a_failed_load_that_vllm_does_not_hear_of_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -56,7 +56,13 @@ def test_a_failed_load_that_vllm_does_not_hear_of_is_found(
 
 
 @pytest.mark.parametrize(
-    ("name", "others"), [("window", (1, 0)), ("two states", (0, 2, 1)), ("compressed", (1, 0, 2, 3, 4))]
+    ("name", "others"),
+    [
+        ("window", (1, 0)),
+        ("two states", (0, 2, 1)),
+        ("state and window", (0, 2, 1)),
+        ("compressed", (1, 0, 2, 3, 4)),
+    ],
 )
 def test_a_block_stored_under_another_groups_name_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, others: tuple[int, ...]
@@ -105,7 +111,7 @@ def test_slots_read_as_if_nothing_more_were_local_are_found(
         loads_where_the_local_prefix_grew(site, name)
 
 
-@pytest.mark.parametrize("name", ["window", "compressed"])
+@pytest.mark.parametrize("name", ["window", "compressed", "state and window"])
 def test_a_shorter_window_than_the_daemons_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Both sides take the order of the slots from the same rules."""
     whole = Group.first
@@ -221,7 +227,10 @@ def test_a_state_that_rests_on_a_failed_load_or_on_old_weights_is_found(
     finds(site, "is not as computed|stored value is wrong", queue=3, **STATE)
 
 
-def test_a_prefix_that_is_loaded_without_its_state_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["state", "state and window"])
+def test_a_prefix_that_is_loaded_without_its_state_is_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Both sides take the slots from the same rules."""
     whole = Group.first
 
@@ -229,7 +238,7 @@ def test_a_prefix_that_is_loaded_without_its_state_is_found(site: Site, monkeypa
         return whole(self, tokens) + (self.kind is Kind.STATE)
 
     monkeypatch.setattr(Group, "first", without)
-    finds(site, "holds other bytes|not done by every rank|tokens differ", queue=2, **STATE)
+    finds(site, "holds other bytes|not done by every rank|tokens differ", queue=2, **layout(name))
 
 
 def test_states_of_accepted_drafts_that_are_not_put_at_the_ends_of_blocks_are_found(

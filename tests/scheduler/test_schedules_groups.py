@@ -44,10 +44,13 @@ LAYOUTS = {
         None,
     ),
 }
-ROOM: dict[str, dict[str, Any]] = {"compressed": {"blocks": 60}}  # five groups take more blocks
+# Four and five groups take more blocks.
+ROOM: dict[str, dict[str, Any]] = {"compressed": {"blocks": 60}, "state, two windows": {"blocks": 48}}
 STATES = {
     "state": (Groups((STATE, FULL), BLOCK), 8),
     "two states": (Groups((FULL, STATE, STATE), BLOCK), None),
+    "state and window": (Groups((FULL, WINDOW, STATE), BLOCK), 8),
+    "state, two windows": (Groups((WINDOW, STATE, FULL, Group(Kind.WINDOW, BLOCK, 5)), BLOCK), None),
 }
 DRAFTED = FULL._replace(drafts=True)
 _COMPRESSED = LAYOUTS["compressed"][0].groups
@@ -55,6 +58,7 @@ DRAFTERS = {
     "full": (Groups((DRAFTED,), BLOCK), None),
     "window": (Groups((WINDOW._replace(drafts=True), DRAFTED), BLOCK), 8),
     "state": (Groups((STATE, DRAFTED), BLOCK), 8),
+    "state and window": (Groups((WINDOW._replace(drafts=True), STATE, FULL), BLOCK), None),
     # The drafter's layer has a window of what is not compressed; vLLM looks the equal groups up as one.
     "compressed": (Groups((*(each._replace(drafts=True) for each in _COMPRESSED[:2]), *_COMPRESSED[2:]), BLOCK), None),
 }
@@ -89,14 +93,34 @@ def test_some_random_schedules(site: Site) -> None:
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 
-@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and Mamba")
-@pytest.mark.shows("streaming sessions", "full attention and Mamba")
-@pytest.mark.shows("n-gram drafts", "full attention and Mamba")
-def test_some_random_schedules_with_states(site: Site) -> None:
-    groups, retention = STATES["two states"]
-    total = explore(site, 10, queue=2, groups=groups, retention=retention, **WITH_STATES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            "two states",
+            marks=[
+                pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and Mamba"),
+                pytest.mark.shows("streaming sessions", "full attention and Mamba"),
+                pytest.mark.shows("n-gram drafts", "full attention and Mamba"),
+            ],
+        ),
+        pytest.param(
+            "state, two windows",
+            marks=[
+                pytest.mark.shows(
+                    "random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and Mamba"
+                ),
+                pytest.mark.shows("streaming sessions", "full attention, sliding windows and Mamba"),
+                pytest.mark.shows("n-gram drafts", "full attention, sliding windows and Mamba"),
+            ],
+        ),
+    ],
+)
+def test_some_random_schedules_with_states(site: Site, layout: str) -> None:
+    groups, retention = STATES[layout]
+    total = explore(site, 10, queue=2, groups=groups, retention=retention, **WITH_STATES, **ROOM.get(layout, {}))
     print(total)
-    for what in (*SOME, "drafts", "chunks", "stored_state"):
+    for what in (*SOME, "drafts", "chunks", *(f"stored_{each.kind.value}" for each in groups.groups)):
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 
@@ -127,13 +151,16 @@ def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
         "window",
         "state",
         pytest.param(
+            "state and window", marks=pytest.mark.shows("EAGLE drafts", "full attention, sliding windows and Mamba")
+        ),
+        pytest.param(
             "compressed", marks=pytest.mark.shows("EAGLE drafts", "compressed MLA and sliding windows (DeepSeek-V4)")
         ),
     ],
 )
 def test_random_schedules_with_a_drafter(site: Site, layout: str, queue: int) -> None:
     groups, retention = DRAFTERS[layout]
-    options = WITH_STATES if layout == "state" else ROOM.get(layout, {})
+    options = {**(WITH_STATES if "state" in layout else {}), **ROOM.get(layout, {})}
     total = explore(site, 35, queue=queue, groups=groups, retention=retention, drafts=True, **options)
     print(total)
     for what in (each for each in COVERED if each != "chunks"):  # sessions have no drafts: see Engine.add
@@ -170,10 +197,11 @@ def test_vllm_alone_fails_in_a_session_with_states_and_two_steps_in_flight(site:
 @pytest.mark.parametrize("name", STATES)
 def test_random_schedules_with_states(site: Site, name: str, queue: int) -> None:
     groups, retention = STATES[name]
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention, **WITH_STATES)
+    total = explore(site, 35, queue=queue, groups=groups, retention=retention, **WITH_STATES, **ROOM.get(name, {}))
     print(total)
     sessions = queue < 3  # see Engine.add
-    for what in (*(each for each in COVERED if sessions or each != "chunks"), "stored_full", "stored_state"):
+    stored = (f"stored_{group.kind.value}" for group in groups.groups)
+    for what in (*(each for each in COVERED if sessions or each != "chunks"), *stored):
         assert total[what] > 0, f"no example had any {what}: {total}"
 
 

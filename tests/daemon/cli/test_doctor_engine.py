@@ -91,7 +91,7 @@ def test_a_key_that_vllm_does_not_know_is_bad() -> None:
         ({"layers_block_type": ["mamba", "attention"]}, "ok model: attention, mamba"),
         ({"layer_types": ["sliding_attention"]}, "bad these layers together are not served: sliding_attention"),
         ({"layer_types": ["mamba"]}, "bad these layers together are not served: mamba"),
-        ({"layer_types": ["attention", "mamba", "sliding_attention"]}, "bad these layers together are not served: "),
+        ({"layer_types": ["attention", "mamba", "sliding_attention"]}, "ok model: attention, mamba, sliding_attention"),
         ({"text_config": {"layer_types": ["sliding_attention"]}}, "bad these layers together"),
         ({"mamba_d_state": 16}, "note sliding windows, or states, are served with full attention"),
         ({"sliding_window": 4096}, "note sliding windows, or states, are served with full attention"),
