@@ -145,7 +145,8 @@ PIECES = {
             (0, 0.05, 0.1, 0.2, 0.5),
             (0, 0.2),
             lambda base, at: base.but(level=at),
-            Setting(arrivals="apart", requests=8, places=1, output_tokens=(8, 8), link_mbit=160),
+            # A fetch of 150 ms: 18 MB.
+            Setting(arrivals="apart", requests=8, places=1, prompt_tokens=9200, output_tokens=(8, 8), link_mbit=1000),
             variants=(LOCAL, ON_DEMAND, ANNOUNCED),
         ),
     )

@@ -13,7 +13,7 @@ from tests.lab.checkpoint import Shape
 
 BLOCK = 64
 # Float32: recomputed and loaded tokens are then exactly equal. Recomputing takes several times as long as loading.
-MODEL = Shape(hidden=512, intermediate=1024, layers=4, heads=8, kv_heads=1, head_dim=64)
+MODEL = Shape(hidden=512, intermediate=1024, layers=4, heads=8, kv_heads=1, head_dim=64, positions=16384)
 # Requests that share a first part.
 GROUP = 8
 # Prompts of two sets take turns, so that nothing is staged from the pass before.

@@ -36,6 +36,7 @@ class Shape:
     kv_heads: int = 1
     head_dim: int = 64
     vocab: int = 2048
+    positions: int = 4096
     dtype: str = "float32"
     std: float = 0.08
     seed: int = 0
@@ -121,7 +122,7 @@ def _write(folder: Path, shape: Shape) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": shape.positions,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

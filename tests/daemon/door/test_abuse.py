@@ -146,9 +146,25 @@ print(f"{count * size / s:.0f} answered a second, {refused / count:.0%} refused"
 """
 
 
+# Computes as a neighbour would: what any process costs the requests of a machine with two cores.
+COMPUTE = """
+import os, sys, threading
+os.nice(10)
+def compute():
+    while True:
+        pass
+threading.Thread(target=compute, daemon=True).start()
+print("computing", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.stress
 def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
-    """More announcements of what never comes than the door takes; printed: how soon hinted requests are answered."""
+    """More announcements of what never comes than the door takes; printed: how soon hinted requests are answered.
+
+    Beside the door, and beside a process that computes with the door's priority.
+    """
     daemon, size, own = serve(memory="512MiB", staging="24MiB"), 256 << 10, list[dict[bytes, bytes]]()
     flooded, values = engine_with(daemon, "flooded", 32)
     neighbour = FakeEngine(daemon.socket, engine_id="neighbour", prefix="neighbour", block_bytes=size)
@@ -168,8 +184,13 @@ def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
 
     times("warm", 100)
     found = {"quiet": times("quiet")}
-    command = [sys.executable, "-c", FLOOD, str(daemon.socket), *(digest.hex() for digest in values)]
     pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=pipe, stdout=pipe, text=True) as neighbours:
+        assert neighbours.stdout is not None
+        assert neighbours.stdout.readline() == "computing\n"
+        found["beside a process that computes"] = times("computed")
+        neighbours.communicate()
+    command = [sys.executable, "-c", FLOOD, str(daemon.socket), *(digest.hex() for digest in values)]
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as flood:
         eventually(lambda: daemon.records("announcement.done"), what="the flood has begun")
         found["busy"] = times("busy")
@@ -178,7 +199,8 @@ def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
     for name, each in found.items():
         print(name, {field: [round(percentile(ms, at), 1) for at in (0.5, 0.9, 0.99, 1)] for field, ms in each.items()})
     assert "% refused" in said
-    assert percentile(found["busy"]["answered_ms"], 0.99) < 3 * percentile(found["quiet"]["answered_ms"], 0.99) + 20
+    computed = percentile(found["beside a process that computes"]["answered_ms"], 0.99)
+    assert percentile(found["busy"]["answered_ms"], 0.99) < 2 * computed + 10
     flooded.close()
     neighbour.close()
 
