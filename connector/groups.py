@@ -45,7 +45,8 @@ def _check_states(found: Groups) -> None:
         if group.kind is Kind.STATE and group.block_tokens > found.hash_tokens:
             raise ValueError(
                 f"prefixes that end inside a block of states are not served: group={number} "
-                f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset)"
+                f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset; "
+                "beside states all groups need blocks of one size)"
             )
 
 

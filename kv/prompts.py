@@ -208,9 +208,11 @@ class Prompt:
             there = [np.frombuffer(known, np.uint8) for known in self._known]
             above, longest = max(self._local, self._end - self._width), self._width == self._groups.unit_tokens
             prefixes = self._groups.prefixes(self._local, above, self._end, there, self._room)
-            self._end = int(prefixes[-1]) if len(prefixes) else above
             if not len(prefixes):
+                self._end = above
                 self._widen()
+            elif prefixes[-1] < self._end:
+                self._end = int(prefixes[-1])
             elif self._unknown(prefixes[-1:]):
                 wanted = self._unknown(prefixes)
                 return wanted if longest or wanted[0][0] != self._decides else wanted[:1]

@@ -85,9 +85,11 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        self._closing = True
-        self._server.pull_trigger()
+        self._server.trigger.pull_trigger(self._end)  # which the thread calls: only then it closes the trigger
         self._thread.join()
+
+    def _end(self) -> None:
+        self._closing = True
 
     def _run(self) -> None:
         while not self._closing:

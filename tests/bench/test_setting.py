@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks.bench import pieces
-from benchmarks.bench.setting import BLOCK, SETS, Pace, Setting, blocks_of, plan, prompts, stored
+from benchmarks.bench.setting import BLOCK, MODEL, SETS, Pace, Setting, blocks_of, plan, prompts, stored
 
 PACE = Pace(place_s=0.5, step_s=0.005, fetch_s=0.2)
 
@@ -110,7 +110,7 @@ def test_the_link_makes_a_fetch_a_share_of_the_place() -> None:
 def test_each_piece_s_points_can_be_served(piece: pieces.Piece, quick: bool) -> None:
     """Prompts and answers fit into the model, and points of unlike set-ups do not take turns."""
     settings = [setting for _, setting in piece.settings(quick=quick)]
-    assert all(each.prompt_tokens + each.output_tokens[1] < 4096 for each in settings)
+    assert all(each.prompt_tokens + each.output_tokens[1] < MODEL.positions for each in settings)
     assert [each.far for each in settings] == sorted((each.far for each in settings), key=["link", "disk"].index)
     assert len({str(each) for each in settings}) == len(settings), "each point is another one"
 
