@@ -46,7 +46,7 @@ def _check_states(found: Groups) -> None:
             raise ValueError(
                 f"prefixes that end inside a block of states are not served: group={number} "
                 f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset; "
-                "beside states all groups need blocks of one size)"
+                "other groups' blocks must be multiples of it)"
             )
 
 

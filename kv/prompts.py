@@ -206,16 +206,18 @@ class Prompt:
             return []
         while self._end > self._local:
             there = [np.frombuffer(known, np.uint8) for known in self._known]
-            above, longest = max(self._local, self._end - self._width), self._width == self._groups.unit_tokens
+            above = max(self._local, self._end - self._width)
             prefixes = self._groups.prefixes(self._local, above, self._end, there, self._room)
             if not len(prefixes):
                 self._end = above
                 self._widen()
             elif prefixes[-1] < self._end:
                 self._end = int(prefixes[-1])
-            elif self._unknown(prefixes[-1:]):
+            elif longest := self._unknown(prefixes[-1:]):
+                if self._width == self._groups.unit_tokens:  # there is no other prefix
+                    return longest
                 wanted = self._unknown(prefixes)
-                return wanted if longest or wanted[0][0] != self._decides else wanted[:1]
+                return wanted[:1] if wanted[0][0] == self._decides else wanted
             else:
                 break
         return []

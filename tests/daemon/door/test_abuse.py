@@ -199,6 +199,7 @@ def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
     for name, each in found.items():
         print(name, {field: [round(percentile(ms, at), 1) for at in (0.5, 0.9, 0.99, 1)] for field, ms in each.items()})
     assert "% refused" in said
+    assert percentile(found["busy"]["answered_ms"], 0.99) < 3 * percentile(found["quiet"]["answered_ms"], 0.99) + 20
     computed = percentile(found["beside a process that computes"]["answered_ms"], 0.99)
     assert percentile(found["busy"]["answered_ms"], 0.99) < 2 * computed + 10
     flooded.close()
