@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,9 +72,26 @@ def test_a_limited_link_carries_so_much_and_leaves_nothing(tmp_path: Path) -> No
     assert not Path("/run/netns", namespace).exists()
 
 
-def test_a_lossy_link_loses_packets_until_it_does_not(tmp_path: Path) -> None:
-    import socket
+def test_senders_on_a_limited_link_have_the_kernels_default_congestion_control() -> None:
+    """Both ends, whatever this machine's own setting is."""
+    if why_not := link.available():
+        pytest.skip(why_not)
+    accept = (
+        "import socket, sys; s = socket.create_server((sys.argv[1], 7002)); print('up', flush=True)\n"
+        "c, _ = s.accept(); c.sendall(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16))"
+    )
+    with link.LimitedLink() as limited:
+        argv = limited.in_namespace([sys.executable, "-c", accept, limited.remote_ip])
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"up\n"
+            with socket.create_connection((limited.remote_ip, 7002), timeout=10) as ours:
+                theirs = ours.recv(16)
+                used = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert theirs.rstrip(b"\0") == used.rstrip(b"\0") == b"cubic"
 
+
+def test_a_lossy_link_loses_packets_until_it_does_not(tmp_path: Path) -> None:
     if why_not := link.available():
         pytest.skip(why_not)
     if shutil.which("nft") is None:
@@ -100,8 +118,6 @@ def test_a_lossy_link_loses_packets_until_it_does_not(tmp_path: Path) -> None:
 
 
 def _receive_seconds(address: str, log: Path, size: int) -> float:
-    import socket
-    import time
 
     eventually(lambda: log.exists() and "up" in log.read_text(), 20, lambda: process.tail(log))
     with socket.create_connection((address, 7001), timeout=20) as stream:
