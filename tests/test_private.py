@@ -16,7 +16,6 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_atomics"}
 ALLOWED: dict[str, int] = {
     "tests/connector/real.py": 1,
     "tests/connector/test_connector.py": 1,
-    "tests/connector/test_events.py": 3,
     "tests/connector/test_group_states.py": 1,
     "tests/connector/test_keys.py": 2,
     "tests/connector/test_nodes.py": 1,

@@ -340,11 +340,23 @@ class Engine:
         request.num_computed_tokens = (self.cache.hits[request.request_id] if local is None else local) + tokens
         return ids
 
-    def step(self, scheduled: Iterable[tuple[Request, int]] = (), *, step_ms: float = 0.0) -> KVPrefetchMetadata:
-        """build_connector_meta, then what vLLM does after it; the step takes `step_ms`."""
+    def step(
+        self,
+        scheduled: Iterable[tuple[Request, int]] = (),
+        *,
+        step_ms: float = 0.0,
+        tables: tuple[list[int], ...] = (),
+        offers: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+    ) -> KVPrefetchMetadata:
+        """build_connector_meta, then what vLLM does after it; the step takes `step_ms`.
+
+        `tables`: the blocks of each request in each group; `offers`: as in scheduled_output.
+        """
         pairs = list(scheduled)
-        tables = {r.request_id: ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs}
-        output = scheduled_output(pairs, tables)
+        blocks = {
+            r.request_id: tables or ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs
+        }
+        output = scheduled_output(pairs, blocks, offers)
         meta = self.hooks.build_connector_meta(output)
         scheduler_checks.check(self.side)
         self.clock.advance_ms(step_ms)

@@ -1,4 +1,4 @@
-"""The connector's configuration: defaults, the socket rule, and one line for what is wrong."""
+"""The connector's configuration: the daemon to start, the socket rule, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from kvprefetch.connector.config import load, override
 from kvprefetch.shmring.wire.control_socket import default_socket
 
 
-def test_defaults() -> None:
-    config = load({})
-    assert (config.mode, config.load_mode, config.hint_on_arrival) == ("on", "auto", True)
-    assert (config.sync_load_max_bytes, config.wait_timeout_ms, config.weights_file) == (32 << 20, 5000, None)
-    assert (config.wait_policy, config.spin_us, config.idle_wait_us) == ("adaptive", 250, 2000)
-    assert (config.save_decode_cache, config.cache_prefix) == (False, "")
+def test_what_starts_a_daemon() -> None:
     given: tuple[Any, ...] = (None, False, True, {}, {"disk": "/x"})
     assert [load({"start_daemon": each}).start_daemon for each in given] == [None, None, {}, {}, {"disk": "/x"}]
 
@@ -38,21 +33,14 @@ def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) 
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ({"sockett": "/x"}, ["unknown key 'sockett'", "the keys are socket, daemon_user, start_daemon, "]),
-        ({"wait_polcy": "wait"}, ["unknown key 'wait_polcy'", "; did you mean wait_policy?"]),
+        ({"wait_polcy": "wait"}, ["'wait_polcy': the keys are socket, daemon_user, ", "; did you mean wait_policy?"]),
         ({7: "x"}, ["unknown key 7"]),
-        ({"mode": "maybe"}, ["mode", "'on'", "'maybe'"]),
         ({"wait_timeout_ms": "5000"}, ["wait_timeout_ms", "integer", "'5000'"]),
         ({"wait_timeout_ms": -1}, ["wait_timeout_ms: should be 0 to 3600000: wait_timeout_ms=-1"]),
-        ({"wait_policy": "patient"}, ["wait_policy", "'adaptive'", "'patient'"]),
-        ({"spin_us": 10_001}, ["spin_us: should be 0 to 10000: spin_us=10001"]),
         ({"save_decode_cache": 1}, ["save_decode_cache", "boolean", "1"]),
-        ({"socket": "/" + "x" * 107}, ["socket", "107"]),
-        ({"socket": "/" + "é" * 60}, ["socket", "107"]),
-        ({"socket": ""}, ["socket", "1 to 107 bytes"]),
+        ({"socket": "/" + "é" * 60}, ["socket", "1 to 107 bytes"]),
         ({"daemon_user": -1}, ["daemon_user", "-1", "0 to 4294967294"]),
         ({"daemon_user": True}, ["daemon_user", "a user's name, or its number"]),
-        ({"daemon_user": ""}, ["daemon_user", "a user's name, or its number"]),
         ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
         ({"start_daemon": "/x"}, ["start_daemon: should be true or the daemon's options", "start_daemon='/x'"]),
         ({"start_daemon": {"socket": "/x"}}, ["without socket", "start_daemon={'socket': '/x'}"]),

@@ -349,19 +349,6 @@ def test_the_worker_registers_its_shape(
     connector.shutdown()
 
 
-def test_with_vllms_key_format_keys_are_upstreams_and_nothing_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
-        connector = worker(tmp_path, monkeypatch, extra={"key_format": "vllm"})
-        assert connector.link is not None
-        shape = connector.link.hello().worker
-    assert shape is not None
-    assert shape.key_prefixes[0] == "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
-    assert any("nothing checks that its KV is the same" in record.message for record in caplog.records)
-    connector.shutdown()
-
-
 def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

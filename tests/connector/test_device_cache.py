@@ -140,20 +140,6 @@ def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
     assert made.device_cache.pinned == 0
 
 
-def test_a_slab_is_mapped_and_given_up_with_its_session(device: Device, slab: Callable[[], int]) -> None:
-    before = len(descriptors_of(os.getpid()))
-    made = session(device, slab())
-    assert made.mapped() == Mapped(epoch=3, device=True)
-    cache = made.device_cache
-    assert cache is not None
-    assert cache.slots == DEVICE_SLOTS
-    size = DEVICE_SLOTS * SLOT_BYTES
-    assert ctypes.string_at(cache.address, size) == bytes([42]) * size
-    del made
-    assert cache.join(10)
-    assert len(descriptors_of(os.getpid())) == before
-
-
 @pytest.mark.parametrize(
     "fail", ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 )

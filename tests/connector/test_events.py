@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_events import MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -21,7 +18,6 @@ from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
-from .real import RealEngine
 
 asks_for_sources = pytest.mark.skipif(CacheHitSource is None, reason="vLLM asks for the sources of a hit from 0.32 on")
 
@@ -74,48 +70,6 @@ def test_extra_keys_are_those_of_each_block() -> None:
     ]
 
 
-@pytest.mark.parametrize("salt", [None, "salt"])
-def test_events_say_of_a_block_what_the_engine_s_own_say_of_it(
-    make: Callable[..., RealEngine], salt: str | None
-) -> None:
-    """vLLM's real scheduler publishes both; a consumer puts them together by hash."""
-    engine = make(events=True)
-    published: list[BlockStored] = []
-    engine.scheduler.kv_event_publisher = SimpleNamespace(
-        publish=lambda batch: published.extend(batch.events), shutdown=lambda: None
-    )
-    engine.daemon.credits.grant(list(range(8)))
-    engine.add("r", 4 * BLOCK + 3, cache_salt=salt)
-    engine.stage("r", 0)
-    while not engine.daemon.saved:
-        engine.step()
-        engine.daemon.drain()
-    [save] = engine.daemon.saved
-    engine.link.stored.append(Stored(save_id=save.save_id, memory=save.slots))
-    engine.run()
-    theirs = [event for event in published if event.medium == MEDIUM_GPU]
-    ours = [event for event in published if event.medium == "cpu"]
-    assert len(ours) == 4
-    for event in ours:
-        [whole] = [other for other in theirs if event.block_hashes[0] in other.block_hashes]
-        at = whole.block_hashes.index(event.block_hashes[0])
-        part = BlockStored(
-            block_hashes=[whole.block_hashes[at]],
-            parent_block_hash=whole.block_hashes[at - 1] if at else whole.parent_block_hash,
-            token_ids=list(whole.token_ids[at * BLOCK : (at + 1) * BLOCK]),
-            block_size=whole.block_size,
-            lora_id=whole.lora_id,
-            medium="cpu",
-            lora_name=whole.lora_name,
-            extra_keys=None if whole.extra_keys is None else [whole.extra_keys[at]],
-            group_idx=whole.group_idx,
-            kv_cache_spec_kind=whole.kv_cache_spec_kind,
-            session_id=whole.session_id,
-        )
-        assert event == part
-    assert [event.extra_keys for event in ours][:2] == [[(salt,)] if salt else [None], [None]]
-
-
 @pytest.mark.parametrize("how", ["reset", "epoch", "failed copy"])
 def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
     engine = Engine(publish=True, credits=[7])
@@ -137,28 +91,6 @@ def test_without_kv_events_nothing_is_prepared() -> None:
     save_id = saved(engine, 1)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
     assert list(engine.hooks.take_events()) == []
-
-
-def test_events_and_sources_reach_vllm_through_multi_connector() -> None:
-    engine = Engine(publish=True, credits=[7])
-    child = engine.hooks
-    other = SimpleNamespace(take_events=lambda: ["other"])
-    parent = object.__new__(MultiConnector)
-    parent._connectors = [other, child]
-    parent._requests_to_connector = {"r": 1}
-    save_id = saved(engine, 1)
-    engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
-    events = list(parent.take_events())
-    assert events[0] == "other"
-    assert isinstance(events[1], BlockStored)
-    if CacheHitSource is None:
-        return
-    request = loaded(engine, disk=1)
-    parent._requests_to_connector = {request.request_id: 1}
-    assert parent.get_external_cache_hit_sources(request, 3 * BLOCK) == {
-        CacheHitSource.HOST: 2 * BLOCK,
-        CacheHitSource.DISK: BLOCK,
-    }
 
 
 def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3) -> Any:

@@ -20,14 +20,14 @@ from vllm.v1.request import Request
 
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.kv.groups import Group, Groups, Kind
-from tests.connector.test_group_rules import spec
+from tests.scheduler.shape import layer_spec
 from tests.support.kv_groups import layouts
 
 names = map(str, itertools.count())
 
 
 def manager_of(groups: Groups, retention: int | None = None) -> Any:
-    made = [KVCacheGroupSpec([f"l{i}"], spec(one, mla=False, wrapped=False)) for i, one in enumerate(groups.groups)]
+    made = [KVCacheGroupSpec([f"l{i}"], layer_spec(one)) for i, one in enumerate(groups.groups)]
     config = KVCacheConfig(
         num_blocks=2000, kv_cache_tensors=[], kv_cache_groups=made, prefix_cache_retention_interval=retention
     )

@@ -11,13 +11,14 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 
-from .fakes import BLOCK, Blocks, Engine, Request, scheduled_output
+from .fakes import BLOCK, Blocks, Engine, Request
 from .test_worker import EPOCH, make
 
 # A window of two blocks beside full attention.
 GROUPS = Groups((Group(Kind.WINDOW, BLOCK, 2 * BLOCK + 1), Group(Kind.FULL, BLOCK)), BLOCK)
 PENDING, NOTHING = (None, False), (0, False)
 WINDOWS, FULL = [0, 0, 0, 0, 14, 15, 16], [21, 22, 23, 24, 25, 26, 27]
+ALL = [11, 12, 13, 14, 15, 16, 17]
 
 
 def make_engine(**options: Any) -> Engine:
@@ -100,9 +101,7 @@ def test_each_groups_block_is_saved_once_under_its_own_name() -> None:
     """Of the window only the last blocks before a later request goes on."""
     engine = make_engine(credits=range(20), retention=0)
     request = engine.admitted("r", 6 * BLOCK + 5)
-    output = scheduled_output([(request, 6 * BLOCK + 5)], {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)})
-    meta = engine.side.take_loads()
-    engine.side.plan_step(output, meta)
+    meta = engine.step([(request, 6 * BLOCK + 5)], tables=(ALL, FULL))
     (order,) = meta.saves
     assert sorted(order.block_ids) == [15, 16, 21, 22, 23, 24, 25, 26]
     engine.acknowledge(meta)
@@ -119,22 +118,16 @@ def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
     """vLLM gives them up some tokens later; the others stay until the request ends."""
     engine = make_engine(credits=range(3), retention=0)
     request = engine.admitted("r", 6 * BLOCK + 5)
-    meta = engine.side.take_loads()
-    tables: Any = {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)}
-    engine.side.plan_step(scheduled_output([(request, 6 * BLOCK + 5)], tables), meta)
+    meta = engine.step([(request, 6 * BLOCK + 5)], tables=(ALL, FULL))
     assert [block for save in meta.saves for block in save.block_ids] == [15, 16, 21]
 
 
 def test_without_enough_slots_the_blocks_of_the_rest_are_saved_later() -> None:
     engine = make_engine(credits=range(3), retention=0)
     request = engine.admitted("r", 6 * BLOCK + 5)
-    tables: Any = {"r": ([11, 12, 13, 14, 15, 16, 17], FULL)}
     found: list[int] = []
     for step, tokens in enumerate((6 * BLOCK + 4, 1, 0, 0)):
-        output = scheduled_output([(request, tokens)], tables)
-        meta = engine.side.take_loads()
-        engine.side.plan_step(output, meta)
-        request.num_computed_tokens += tokens
+        meta = engine.step([(request, tokens)], tables=(ALL, FULL))
         found += [block for save in meta.saves for block in save.block_ids]
         engine.daemon.credits.grant(list(range(3 * step + 3, 3 * step + 6)))
     assert sorted(found) == [15, 16, 21, 22, 23, 24, 25, 26]
@@ -144,15 +137,13 @@ def test_without_enough_slots_the_blocks_of_the_rest_are_saved_later() -> None:
 def test_a_finished_requests_blocks_of_both_groups_are_saved_from_the_engines_cache() -> None:
     engine = make_engine(retention=0)
     request = engine.admitted("r", 2 * BLOCK + 5)
-    output = scheduled_output([(request, 2 * BLOCK + 5)], {"r": ([11, 12, 13], [21, 22, 23])})
-    engine.side.plan_step(output, engine.side.take_loads())
+    engine.step([(request, 2 * BLOCK + 5)], tables=([11, 12, 13], [21, 22, 23]))
     names = {11: b"\0", 12: b"\0", 21: b"\1", 22: b"\1"}
     engine.cache.names = {block: request.block_hashes[block % 10 - 1] + group for block, group in names.items()}
     del engine.cache.names[12]  # given to another request meanwhile
     engine.side.finished(request, ([11, 12, 13], [21, 22, 23]))
     engine.daemon.credits.grant(list(range(9)))
-    meta = engine.side.take_loads()
-    engine.side.plan_step(scheduled_output([]), meta)
+    meta = engine.step()
     assert sorted(block for save in meta.saves for block in save.block_ids) == [11, 21, 22]
 
 
@@ -167,6 +158,5 @@ def test_a_look_up_says_what_is_stored_of_each_group() -> None:
     engine.acknowledge(engine.side.take_loads())
     engine.side.allocated(request, Blocks(windows, FULL), 0)
     request.num_computed_tokens = 4 * BLOCK
-    meta = engine.side.take_loads()
-    engine.side.plan_step(scheduled_output([(request, 2 * BLOCK + 5)], {"r": (windows, FULL)}), meta)
+    meta = engine.step([(request, 2 * BLOCK + 5)], tables=(windows, FULL))
     assert sorted(block for save in meta.saves for block in save.block_ids) == [15, 16, 25, 26]

@@ -18,39 +18,20 @@ from tests.support.kv_groups import layouts
 
 coordinator = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator")
 
+from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
+
+from tests.scheduler.shape import layer_spec  # noqa: E402
+
 LONGEST = 12  # units of a prompt
 
 
-def spec(group: Group, *, mla: bool, wrapped: bool) -> Any:
-    """vLLM's specification of such a group's layers."""
-    import torch
-    from vllm.v1 import kv_cache_interface as kinds
-
-    heads = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    found: Any
-    if group.kind is Kind.STATE:
-        found = kinds.MambaSpec(
-            block_size=group.block_tokens, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-        )
-    elif group.kind is Kind.WINDOW:
-        window = kinds.SlidingWindowMLASpec if mla else kinds.SlidingWindowSpec
-        found = window(**heads, sliding_window=group.window_tokens)
-    elif group.kind is Kind.CHUNK:
-        found = kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.window_tokens)
-    else:
-        found = (kinds.MLAAttentionSpec if mla else kinds.FullAttentionSpec)(**heads)
-    if wrapped:
-        found = kinds.UniformTypeKVCacheSpecs(block_size=group.block_tokens, kv_cache_specs={"layer": found})
-    return found
-
-
 def upstream(groups: Groups, mla: bool, wrapped: bool, retention: int | None = None) -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
-    specs = [
-        KVCacheGroupSpec([f"l{i}"], spec(one, mla=mla, wrapped=wrapped), is_eagle_group=one.drafts)
-        for i, one in enumerate(groups.groups)
-    ]
+    specs = []
+    for i, one in enumerate(groups.groups):
+        layer = layer_spec(one, mla=mla)
+        if wrapped:
+            layer = kinds.UniformTypeKVCacheSpecs(block_size=one.block_tokens, kv_cache_specs={"layer": layer})
+        specs.append(kinds.KVCacheGroupSpec([f"l{i}"], layer, is_eagle_group=one.drafts))
     return coordinator.MooncakeStoreCoordinator(
         specs, groups.unit_tokens, groups.hash_tokens, retention_interval=retention
     )
@@ -121,34 +102,6 @@ def test_the_items_of_a_prefix_are_upstreams_load_mask(prompt: Prompt, shape: Sh
         assert list(blocks) == [block for block in loaded if block >= local // group.block_tokens]
 
 
-@given(prompts, shapes)
-def test_wanted_is_upstreams_look_up_mask(prompt: Prompt, shape: Shape) -> None:
-    """But for states inside a unit, and blocks of a chunk that has ended: upstream asks for them to no end.
-
-    With drafts it also asks for what proves the local prefix, and for a prefix that nothing can prove, but for no block
-    behind the last unit.
-    """
-    groups, local, more, rest = prompt
-    unit = groups.unit_tokens
-    local, usable = local * unit, (local + more) * unit + rest
-    longest = max(local, groups.blocks(usable // groups.hash_tokens) * unit)
-    masks, wanted = (
-        upstream(groups, *shape).lookup_mask(usable // unit * unit),
-        groups.wanted(local, np.arange(local + unit, longest + 1, unit)),
-    )
-    for group, blocks, mask in zip(groups.groups, wanted, masks, strict=True):
-        ends = range(usable // unit * unit // group.block_tokens)
-        first, stop = local // group.block_tokens, longest // group.block_tokens
-        theirs = [block for block in numbers(mask, ends) if first <= block < stop + group.ahead]
-        if group.drafts and first not in blocks:
-            theirs = [block for block in theirs if block != first]
-        if group.kind is Kind.STATE:
-            theirs = [block for block in theirs if (block + 1) * group.block_tokens % unit == 0]
-        if group.kind is Kind.CHUNK:
-            theirs = [block for block in theirs if (block + 1) * unit % group.window_tokens]
-        assert [block for block in blocks.tolist() if block in ends] == theirs
-
-
 @given(prompts, shapes, st.integers(1, 200), st.sampled_from([None, 0, 1, 2, 5]))
 def test_saves_are_upstreams_store_mask(prompt: Prompt, shape: Shape, prefill: int, retention: int | None) -> None:
     """With drafts vLLM 0.31 keeps a window in front of the prompt's end, where nothing can prove it."""
@@ -167,11 +120,9 @@ def test_tokens_below_a_window_are_covered_as_upstream_does_from_0_33_on(
     blocks: int, window: int, extra: int, random: Random
 ) -> None:
     """Upstream's earlier releases count prefixes whose blocks vLLM allocates for a load, and which nothing fills."""
-    from vllm.v1 import kv_cache_interface as kinds
-
     size = 8
-    full = spec(Group(Kind.FULL, size), mla=False, wrapped=False)
-    below = replace(spec(Group(Kind.WINDOW, size, window), mla=False, wrapped=False), extra_retained_tokens=extra)
+    full = layer_spec(Group(Kind.FULL, size))
+    below = replace(layer_spec(Group(Kind.WINDOW, size, window)), extra_retained_tokens=extra)
     made = [kinds.KVCacheGroupSpec([f"l{i}"], each) for i, each in enumerate((full, below))]
     config = kinds.KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=made)
     rules = of_engine(config, size, drafts=False)
@@ -187,10 +138,3 @@ def test_tokens_below_a_window_are_covered_as_upstream_does_from_0_33_on(
         assert ours == hit
     else:
         assert ours <= hit
-
-
-def test_chunks_that_vllm_serves_have_rules() -> None:
-    """vLLM's own look-up wants a chunk's blocks as large as all others; its coordinator says so by an assertion."""
-    groups = Groups((Group(Kind.FULL, 8), Group(Kind.CHUNK, 4, 16)), 4)
-    with pytest.raises(AssertionError, match="different block sizes"):
-        upstream(groups, mla=False, wrapped=False).load_mask([b"a"] * 8, 32)

@@ -30,12 +30,8 @@ def make_engine(credits: Sequence[int] = range(40), **options: Any) -> Engine:
 
 def step(engine: Engine, request: Request, tokens: int, *offers: Offer) -> KVPrefetchMetadata:
     """A step in which vLLM offers these states."""
-    tables = {request.request_id: ([0] * 40, list(range(200, 240)), [0] * 40)}
-    meta = engine.side.take_loads()
-    output = scheduled_output([(request, tokens)] if tokens else [], tables, {request.request_id: offers})
-    engine.side.plan_step(output, meta)
-    request.num_computed_tokens += tokens
-    return meta
+    tables = ([0] * 40, list(range(200, 240)), [0] * 40)
+    return engine.step([(request, tokens)] if tokens else [], tables=tables, offers={request.request_id: offers})
 
 
 def states(engine: Engine, *steps: KVPrefetchMetadata, groups: Sequence[int] = (0, 2)) -> dict[bytes, int]:
@@ -50,19 +46,6 @@ def states(engine: Engine, *steps: KVPrefetchMetadata, groups: Sequence[int] = (
     named = [pair for saved in engine.daemon.saved for pair in zip(saved.names, saved.slots, strict=True)]
     engine.daemon.saved.clear()
     return {name: blocks[slot] for name, slot in named if name[-1] in groups}
-
-
-def test_an_offered_state_is_saved_in_its_step_under_its_own_name() -> None:
-    engine = make_engine()
-    request = engine.admitted("r", 6 * BLOCK + 5)
-    first = step(engine, request, 4 * BLOCK, (0, 77, 4 * BLOCK), (2, 78, 4 * BLOCK))
-    rest = step(engine, request, 2 * BLOCK + 5, (0, 79, 6 * BLOCK), (2, 80, 6 * BLOCK), (0, 77, 4 * BLOCK))
-    digests = request.block_hashes
-    assert states(engine, first, rest) == {
-        digests[3] + b"\0": 77, digests[3] + b"\2": 78, digests[5] + b"\0": 79, digests[5] + b"\2": 80,
-    }  # fmt: skip
-    assert {77, 78} <= {block for save in first.saves for block in save.block_ids}
-    assert engine.side.counters["save_blocks"] == 6 + 4
 
 
 def test_states_of_no_use_are_not_saved() -> None:
@@ -89,6 +72,7 @@ def test_states_come_before_what_a_running_request_keeps_and_wait_where_vllm_may
     engine.daemon.credits.grant([1, 2, 3, 4, 5])
     later = step(engine, request, 5)
     assert states(engine, first, later) == {digest + b"\0": 77, digest + b"\2": 78}
+    assert states(engine, step(engine, request, 0, (0, 77, 4 * BLOCK))) == {}, "it is saved, and offered again"
     engine = make_engine(credits=[])
     request = engine.admitted("r", 4 * BLOCK + 5)
     step(engine, request, 4 * BLOCK, (0, 77, 4 * BLOCK))

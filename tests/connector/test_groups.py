@@ -73,12 +73,10 @@ def test_blocks_may_differ_in_size() -> None:
 @pytest.mark.parametrize(
     ("words", "specs"),
     [
-        ("beside full attention only: groups=1 kinds=window", (WINDOW,)),
         ("layers of one KV group differ", (FULL, uniform(WINDOW, dataclasses.replace(WINDOW, sliding_window=50)))),
         ("mamba_cache_mode=none", (FULL, dataclasses.replace(STATE, mamba_cache_mode="none"))),
         ("kv_cache_spec=CrossAttentionSpec", (FULL, kinds.CrossAttentionSpec(**HEADS))),
         ("kv_cache_spec=RSWASpec", (FULL, kinds.RSWASpec(**HEADS, rswa_window=8))),
-        ("outside the prefix cache .*groups=2 prefix_cacheable=1", (FULL, kinds.CircularBufferSpec(**HEADS))),
         ("no multiple of the hash block: group=1 block_tokens=48", (FULL, dataclasses.replace(WINDOW, block_size=48))),
         (
             "inside a block of states .*block_tokens=64 hash_tokens=32",
@@ -113,18 +111,6 @@ def test_groups_have_drafts_as_vllm_decides_it(
     assert tuple(each.use_eagle and spec is not STATE for each, spec in zip(managers, specs, strict=True)) == drafted
     found = groups.of_engine(config, 32, drafts=True)
     assert tuple(rule.drafts for rule in found.groups) == drafted
-
-
-def test_chunks_have_no_drafts() -> None:
-    """vLLM's own look-up of a chunk with drafts ends the engine."""
-    with pytest.raises(ValueError, match="KV group of this kind has no drafts: group=1 kind=chunk"):
-        groups.of_engine(cache(FULL, CHUNK), 32, drafts=True)
-
-
-def test_a_subclass_of_a_known_kind_is_not_known() -> None:
-    """Its rules may be others, as those of attention sinks are."""
-    with pytest.raises(ValueError, match="kv_cache_spec=SinkFullAttentionSpec"):
-        groups.of_engine(cache(kinds.SinkFullAttentionSpec(**HEADS, sink_len=4)), 32, drafts=False)
 
 
 # --- what layers write of a value -------------------------------------------------------------------------------------

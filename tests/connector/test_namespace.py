@@ -51,17 +51,6 @@ def test_the_prefix_ends_with_the_digest_of_what_the_fingerprint_says(model: Pat
     assert where(model, tp_rank=1) == found, "of ranks with the same bytes each has it"
 
 
-def test_engines_whose_kv_differs_in_anything_have_no_key_in_common(model: Path, tmp_path: Path) -> None:
-    unlike = [
-        where(model),
-        where(write_model(tmp_path / "other", size=128)),
-        where(model, quantization="fp8"),
-        where(model, known=running(isa="vec")),
-        where(model, hf_overrides={"rope_theta": 5.0}),
-    ]
-    assert len({each.prefixes for each in unlike}) == len(unlike)
-
-
 def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,6 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any
     scheduler = KVPrefetchConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
     with contextlib.closing(scheduler.link):  # type: ignore[type-var]
         yield scheduler, worker
-
-
-def test_ranks_on_the_scheduler_s_node_are_served(sides: tuple[Any, Any]) -> None:
-    scheduler, worker = sides
-    node = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
-    assert node.boot_id
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): node, (1, 0): node})
 
 
 def test_a_rank_on_another_node_ends_the_start_in_one_line(

@@ -19,7 +19,6 @@ from kvprefetch.connector.policy import (
     Verdict,
     Wait,
     WaitPolicy,
-    loads_beside,
 )
 from kvprefetch.connector.steps import StepTimes
 
@@ -238,11 +237,6 @@ def test_behind_another_that_waits_nobody_is_late(policy: WaitPolicy) -> None:
     assert look(policy, wait, 0, 106_000, first=False) is Verdict.LATE, "once it was first, it is judged"
     patient = begin("timeout")
     assert look(policy, patient, 0, 5000, first=False) is Verdict.LATE
-
-
-@pytest.mark.parametrize(("load", "beside"), [(0.0, False), (0.5, False), (0.75, True), (31 / 32, True)])
-def test_the_busier_the_engine_the_smaller_the_loads_it_is_held_up_by(load: float, beside: bool) -> None:
-    assert loads_beside(50, 100, load=load) is beside
 
 
 def test_the_other_policies_ask_no_rates() -> None:

@@ -111,17 +111,3 @@ def test_a_step_without_a_request_that_runs_is_planned(decoding: tuple[Engine, R
     engine, request = decoding
     engine.side.running.add("other")
     assert not quiet(engine, request, tokens=2)
-
-
-def test_a_step_with_blocks_to_save_is_planned() -> None:
-    """They found no slot while their request was computed; it goes on decoding."""
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK)
-    engine.daemon.stage("r", 0)
-    assert engine.match(request) == (0, False)
-    engine.allocate(request, 0)
-    engine.step([(request, 3 * BLOCK)])
-    engine.step([(request, 1)])
-    assert not quiet(engine, request)
-    engine.daemon.credits.grant(list(range(4)))
-    assert engine.step([(request, 1)]).saves

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from kvprefetch.connector.known import NOTED_DIGESTS
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.support import scheduler_checks
 
 from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
 
 NOTHING, PENDING = (0, False), (None, False)
-
-
-def test_a_slot_out_of_bounds_under_the_claim_detaches() -> None:
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK + 5)
-    engine.daemon.stage("r", 3, slots=[9, engine.daemon.layout.slot_bound, 7])
-    assert engine.match(request) == NOTHING
-    assert ["slot number out of bounds" in reason for reason in engine.link.detached] == [True]
 
 
 def test_pending_then_ready_then_loaded() -> None:
@@ -57,24 +47,6 @@ def test_pending_then_ready_then_loaded() -> None:
     assert not engine.side.has_pending_work()
     engine.acknowledge(meta, ranks=1)
     assert engine.side.counters["unknown_loads"] == 1, "reported once too often"
-
-
-def test_a_long_prompt_that_has_ended_leaves_no_digests() -> None:
-    """Although its load is the last one so far: of 10^6 tokens they would take 6 MB, until another request loads."""
-    blocks = NOTED_DIGESTS + 1  # of fewer the look-up is applied later
-    engine = Engine(max_blocks=blocks, entries=blocks, slots=blocks, flags=32, ring=1 << 20, load_mode="sync")
-    request = engine.add("r", blocks * BLOCK + 1, staged=blocks)
-    handle = engine.side.requests["r"].handle
-    assert handle is not None
-    digests = handle.digests
-    del handle
-    engine.take(request, blocks * BLOCK)
-    engine.acknowledge(engine.step([(request, 1)]))
-    engine.side.finished(request)
-    assert scheduler_checks.held(engine.side) == []
-    alone = [bytes(range(32)), bytes(range(32))]
-    held, nobody = ([sys.getrefcount(each) for each in (kept, kept[0], kept[-1])] for kept in (digests, alone))
-    assert held == nobody, "the list, its first digest, its last"
 
 
 @pytest.mark.parametrize(

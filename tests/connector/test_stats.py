@@ -15,9 +15,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.scheduler import REPORT_STEPS
@@ -41,23 +39,6 @@ def test_a_tally_reports_what_was_counted_since() -> None:
     assert tally.take() is None
     counts["loads"] += 3
     assert (tally.take() or KVPrefetchStats()).data == {"loads": 3}
-
-
-def test_two_ranks_and_the_scheduler_are_added_up_by_vllm() -> None:
-    """KVOutputAggregator over the ranks' outputs, then as Scheduler.update_from_output does."""
-    outputs: list[ModelRunnerOutput | None] = []
-    for rank in range(2):
-        output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
-        stats = KVPrefetchStats({"load_bytes": 100 + rank})
-        output.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)
-        outputs.append(output)
-    combined = KVOutputAggregator(2).aggregate(outputs)
-    assert combined is not None
-    assert combined.kv_connector_output is not None
-    workers = combined.kv_connector_output.kv_connector_stats
-    assert workers is not None
-    total = workers.aggregate(KVPrefetchStats({"loads": 1}))
-    assert total.to_dict() == {"load_bytes": 201, "loads": 1}
 
 
 @pytest.mark.parametrize("multiple", [False, True])

@@ -11,11 +11,11 @@ from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
 from .waiting import NOTHING, PENDING, measured, step, visits_until_decided
 
 
-def overtaken(*, found: int = 40) -> tuple[Engine, Request]:
+def overtaken() -> tuple[Engine, Request]:
     """An engine that recomputes 40 blocks in 64 ms; nothing of them came in the first 48 ms of a request's wait."""
     engine = measured(max_running=64)
     request = engine.add("r", 40 * BLOCK + 1)
-    engine.daemon.look_up("r", found)
+    engine.daemon.look_up("r", 40)
     assert engine.match(request) == PENDING
     engine.clock.advance_ms(55)
     engine.daemon.beat()
@@ -53,13 +53,6 @@ def test_a_stopped_fetch_with_nothing_under_way_is_recomputed_and_no_miss() -> N
     assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
     engine.daemon.drain()
     assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
-
-
-def test_what_is_not_looked_up_is_not_stopped_but_given_up() -> None:
-    engine, request = overtaken(found=0)
-    assert engine.match(request) == NOTHING
-    engine.daemon.drain()
-    assert not engine.daemon.asks
 
 
 def test_a_stop_that_finds_no_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

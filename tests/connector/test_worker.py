@@ -164,12 +164,6 @@ def test_of_what_other_ranks_hold_too_a_rank_copies_its_share_and_reports_all() 
     assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, set())
 
 
-def test_reports_of_ranks_add_up() -> None:
-    a, b = KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5}), KVPrefetchWorkerMeta({1: 1, 2: 1}, {}, set(), {2})
-    assert a.aggregate(b) == KVPrefetchWorkerMeta({1: 2, 2: 1}, {5: 1}, {5}, {2})
-    assert a == KVPrefetchWorkerMeta({1: 1}, {5: 1}, {5})
-
-
 def test_slots_that_do_not_fit_their_segment_are_refused() -> None:
     segment = Segment.create(SLOTS * 16)
     attached = Attached(epoch=1, segment_bytes=segment.size_bytes, slot_count=SLOTS * 300, slot_bytes=16)
@@ -204,18 +198,12 @@ def test_a_steps_loads_of_a_kind_are_started_together(monkeypatch: pytest.Monkey
     calls = recording(worker, paged, monkeypatch)
     orders = [load(n, asynchronous=n % 2 == 1, blocks=(n,)) for n in range(5)]
     meta = KVPrefetchMetadata(loads=orders, saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, EPOCH, [3], [1])])
+    worker.step_begins(KVPrefetchMetadata(loads=[load()]))  # nothing asynchronous: it marks nothing
     worker.step_begins(meta)
     worker.load(meta)
     worker.save(meta)
     assert calls == [("mark",), ("load", False, 3), ("load", True, 2), ("save", False, 2)]
     assert worker.received() == {"r1", "r3"}
-
-
-def test_a_step_without_asynchronous_loads_marks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, _, _, paged = make()
-    calls = recording(worker, paged, monkeypatch)
-    worker.step_begins(KVPrefetchMetadata(loads=[load()]))
-    assert calls == []
 
 
 def test_copies_that_cannot_be_started_fail_all_their_orders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,30 +117,6 @@ def test_saves_are_enough_to_go_on_where_vllm_does(prompt: Prompt, prefill: int,
                 assert blocks <= set(new)
 
 
-def test_saves_in_steps_are_those_at_once() -> None:
-    groups = Groups((Group(Kind.FULL, 4), Group(Kind.WINDOW, 8, 13)), 4)
-    parts = [groups.saved(a, b, 50, 0) for a, b in ((0, 13), (13, 30), (30, 31), (31, 77))]
-    for number, blocks in enumerate(groups.saved(0, 77, 50, 0)):
-        assert np.concatenate([part[number] for part in parts]).tolist() == list(blocks)
-
-
-def test_a_window_that_ended_is_not_saved_twice_over() -> None:
-    """Without a retention interval only the end of the prompt keeps its window: 96 tokens are two blocks of 64."""
-    groups = Groups((Group(Kind.FULL, 64), Group(Kind.WINDOW, 64, 96)), 64)
-    full, window = groups.saved(0, 640, 600, 0)
-    assert list(full) == list(range(10))
-    assert list(window) == [7, 8]
-    # A prompt that ends with a block: when it comes again, its last token is computed once more.
-    assert list(groups.saved(0, 640, 640, 0)[1]) == [7, 8]
-    assert list(groups.saved(0, 640, 641, 0)[1]) == [8, 9]
-
-
-def test_a_block_has_as_many_digests_as_hash_blocks() -> None:
-    groups = Groups((Group(Kind.FULL, 16), Group(Kind.WINDOW, 48, 100)), 16)
-    assert groups.unit_tokens == 48
-    assert [groups.ratio(group) for group in range(2)] == [1, 3]
-
-
 @pytest.mark.parametrize(
     ("groups", "words"),
     [

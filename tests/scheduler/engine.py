@@ -118,17 +118,16 @@ class Engine:
 
     # --- what a client may do ---------------------------------------------------------------------------------------
 
-    def add(
-        self, tokens: list[int], out: int, *, session: bool = False, skip_reading: bool = False, priority: int = 0
-    ) -> str:
+    def add(self, tokens: list[int], out: int, *, session: bool = False, **options: Any) -> str:
+        """`options`: of make_request."""
         name = f"r{next(self._names)}"
-        # vLLM itself is wrong in some sessions: it counts drafts accepted past a chunk's end as computed
-        # (test_schedules.py), and with two steps in flight a state has taken in a token that the session then cuts off
+        # vLLM itself is wrong in some sessions: before 0.33 it counts drafts accepted past a chunk's end as computed,
+        # and with two steps in flight a state has taken in a token that the session then cuts off
         # (test_schedules_groups.py).
         session = session and not self.shape.drafts and not (self.shape.has_states and self.shape.queue > 2)
         self.requests[name] = Sent(name, [tokens], out, session, self.workers.weights, not self._stale)
-        options = {"resumable": session, "priority": priority, "arrival_time": float(len(self.requests))}
-        self.scheduler.add_request(make_request(name, tokens, out, skip_reading=skip_reading, **options))
+        options |= {"resumable": session, "arrival_time": float(len(self.requests))}
+        self.scheduler.add_request(make_request(name, tokens, out, **options))
         self.counts["requests"] += 1
         return name
 

@@ -167,7 +167,10 @@ def cache_config(
     made, tensors = [], []
     for number, group in enumerate(groups.groups):
         names = [f"layer{number}.{i}" for i in range(LAYERS)]
-        made.append(kinds.KVCacheGroupSpec(names, _spec(group, page_bytes, drafts), is_eagle_group=group.drafts))
+        width = page_bytes // (1 if group.kind is Kind.STATE else 2 * group.block_tokens)
+        spec = layer_spec(group, width=width, dtype=torch.uint8, drafts=drafts)
+        assert spec.page_size_bytes == page_bytes, "the connector takes the block's size from the configuration"
+        made.append(kinds.KVCacheGroupSpec(names, spec, is_eagle_group=group.drafts))
         strides = {"layer_stride": blocks * page_bytes, "block_stride": page_bytes}
         tensors.append(kinds.KVCacheTensor(size=blocks * page_bytes * LAYERS, layers=names, **strides))
     config = kinds.KVCacheConfig(blocks, tensors, made, retention, kv_cache_layout="LBNHC")
@@ -176,26 +179,21 @@ def cache_config(
     return config
 
 
-def _spec(group: Group, page_bytes: int, drafts: int) -> Any:
+def layer_spec(
+    group: Group, *, width: int = 8, dtype: torch.dtype = torch.float32, mla: bool = False, drafts: int = 0
+) -> Any:
+    """vLLM's specification of such a group's layers: of one head, or a state, so wide."""
+    size = group.block_tokens
     if group.kind is Kind.STATE:
-        parts: dict[str, Any] = {"shapes": ((page_bytes,),), "dtypes": (torch.uint8,)}
-        return kinds.MambaSpec(
-            block_size=group.block_tokens, mamba_cache_mode="align", num_speculative_blocks=drafts, **parts
-        )
-    heads: dict[str, Any] = {
-        "block_size": group.block_tokens,
-        "num_kv_heads": 1,
-        "head_size": page_bytes // group.block_tokens // 2,
-        "dtype": torch.uint8,
-    }
+        parts: dict[str, Any] = {"shapes": ((width,),), "dtypes": (dtype,), "num_speculative_blocks": drafts}
+        return kinds.MambaSpec(block_size=size, mamba_cache_mode="align", **parts)
+    heads: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": width, "dtype": dtype}
     if group.kind is Kind.WINDOW:
-        spec = kinds.SlidingWindowSpec(**heads, sliding_window=group.window_tokens)
-    elif group.kind is Kind.CHUNK:
-        spec = kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.window_tokens)
-    else:
-        spec = kinds.FullAttentionSpec(**heads)
-    assert spec.page_size_bytes == page_bytes, "the connector takes the block's size from the configuration"
-    return spec
+        window = kinds.SlidingWindowMLASpec if mla else kinds.SlidingWindowSpec
+        return window(**heads, sliding_window=group.window_tokens)
+    if group.kind is Kind.CHUNK:
+        return kinds.ChunkedLocalAttentionSpec(**heads, attention_chunk_size=group.window_tokens)
+    return (kinds.MLAAttentionSpec if mla else kinds.FullAttentionSpec)(**heads)
 
 
 @contextmanager

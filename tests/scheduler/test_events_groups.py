@@ -26,7 +26,7 @@ def test_each_stored_block_is_announced_as_the_engines_own_cache_does(site: Site
         publish=lambda batch: published.extend(batch.events), shutdown=lambda: None
     )
     try:
-        engine.add(list(range(40)), 6)
+        engine.add(list(range(40)), 6, cache_salt="salt")
         engine.run(60)
 
         def announced() -> bool:
@@ -40,18 +40,19 @@ def test_each_stored_block_is_announced_as_the_engines_own_cache_does(site: Site
         engine.close()
     ours = [event for event in published if event.medium == "cpu"]
     theirs = {
-        (event.group_idx, digest, event.block_size, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+        (event.group_idx, digest, event.block_size, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, extra)
         for event in published
         if event.medium == MEDIUM_GPU
-        for digest in event.block_hashes
+        for digest, extra in zip(event.block_hashes, event.extra_keys or (), strict=True)
     }
     assert engine.oracle is not None
     prompts = {maybe_convert_block_hash(digest): tokens for digest, tokens in engine.oracle.tokens.items()}
     assert {event.group_idx for event in ours} == set(range(len(groups.groups)))
+    assert {extra for event in ours for extra in event.extra_keys or ()} == {("salt",), None}
     for event in ours:
-        [digest] = event.block_hashes
+        [digest], [extra] = event.block_hashes, event.extra_keys or ()
         size, tokens = groups.groups[event.group_idx or 0].block_tokens, prompts[digest]
-        about = (size, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+        about = (size, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, extra)
         assert (event.group_idx, digest, *about) in theirs
         assert (event.block_size, tuple(event.token_ids)) == (size, tokens[-size:])
         assert prompts.get(event.parent_block_hash, ()) == tokens[:-size]

@@ -8,16 +8,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import vllm
 from hypothesis.errors import FlakyFailure
 
 from kvprefetch.connector import compat
 from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
 from kvprefetch.connector.request_state import Answer, RequestState
-from tests.scheduler.engine import Engine, Sent
-from tests.scheduler.schedules import explore, truth_of
-from tests.scheduler.shape import Shape, Site, make_request
+from tests.scheduler.engine import Engine
+from tests.scheduler.schedules import explore
+from tests.scheduler.shape import Site
 
 QUEUES = {"Scheduler": 1, "AsyncScheduler, one in flight": 2, "AsyncScheduler, two in flight": 3}
 COVERED = (
@@ -102,24 +101,6 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
     print(explore(site, 100, queue=queue, patient=False, settled=False, seeded=False), seen)
     assert seen["visits of stopped fetches"] > 0
     assert seen["loads of stopped fetches"] > 0
-
-
-@pytest.mark.skipif(vllm.__version__ >= "0.33", reason="vLLM 0.33 has mended it")
-def test_vllm_alone_fails_in_a_session_with_drafts(site: Site) -> None:
-    """Why the schedules have no such sessions. They can have them when 0.32 is no longer served."""
-    shape = Shape(drafts=True, blocks=40)
-    for out in range(2, 12):
-        engine = Engine(shape, None, truth_of(shape))
-        engine.requests["s"] = Sent("s", [[1, 2, 3]], out, True, 0, False)
-        first = make_request("s", [1, 2, 3], out, resumable=True, arrival_time=0.0)
-        engine.scheduler.add_request(first)
-        engine.run(40)
-        engine.feed("s", [4])
-        try:
-            engine.run(40)
-        except AssertionError:
-            return
-    pytest.fail("a chunk of one token is computed after drafts were accepted past the end of the one before")
 
 
 @pytest.mark.stress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ CHUNK = Group(Kind.CHUNK, BLOCK, 4 * BLOCK)
 STATE = Group(Kind.STATE, BLOCK)
 WIDE = Group(Kind.FULL, 2 * BLOCK)
 # What a few schedules have in any case.
-SOME = ("loads", "preemptions", "aborts", "failed_ranks", "stored_full")
+SOME = ("loads", "preemptions", "aborts", "failed_ranks")
 # Groups, and vLLM's prefix_cache_retention_interval.
-LAYOUTS = {
+Layout = tuple[Groups, int | None]
+LAYOUTS: dict[str, Layout] = {
     "window": (Groups((WINDOW, FULL), BLOCK), 8),
     "chunk": (Groups((CHUNK, FULL), BLOCK), None),
     "unlike blocks": (Groups((WIDE, WINDOW), BLOCK), 16),
@@ -46,7 +48,7 @@ LAYOUTS = {
 }
 # Four and five groups take more blocks.
 ROOM: dict[str, dict[str, Any]] = {"compressed": {"blocks": 60}, "state, two windows": {"blocks": 48}}
-STATES = {
+STATES: dict[str, Layout] = {
     "state": (Groups((STATE, FULL), BLOCK), 8),
     "two states": (Groups((FULL, STATE, STATE), BLOCK), None),
     "state and window": (Groups((FULL, WINDOW, STATE), BLOCK), 8),
@@ -54,7 +56,7 @@ STATES = {
 }
 DRAFTED = FULL._replace(drafts=True)
 _COMPRESSED = LAYOUTS["compressed"][0].groups
-DRAFTERS = {
+DRAFTERS: dict[str, Layout] = {
     "full": (Groups((DRAFTED,), BLOCK), None),
     "window": (Groups((WINDOW._replace(drafts=True), DRAFTED), BLOCK), 8),
     "state": (Groups((STATE, DRAFTED), BLOCK), 8),
@@ -84,20 +86,30 @@ def test_where_the_local_prefix_grew_the_rest_is_loaded(site: Site, layout: str)
     assert loads_where_the_local_prefix_grew(site, layout) == 1
 
 
+def covers(
+    site: Site, layouts: Mapping[str, Layout], name: str, examples: int, what: Iterable[str], **options: Any
+) -> None:
+    """So many random schedules hold; all of `what` happens in them, and blocks of each kind of group are stored."""
+    groups, retention = layouts[name]
+    options |= {**(WITH_STATES if "state" in name else {}), **ROOM.get(name, {})}
+    total = explore(site, examples, groups=groups, retention=retention, **options)
+    print(total)
+    for each in (*what, *(f"stored_{group.kind.value}" for group in groups.groups)):
+        assert total[each] > 0, f"no example had any {each}: {total}"
+
+
 @pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and chunks")
 def test_some_random_schedules(site: Site) -> None:
-    groups, retention = LAYOUTS["window and chunk"]
-    total = explore(site, 10, queue=2, groups=groups, retention=retention)
-    print(total)
-    for what in (*SOME, "stored_window", "stored_chunk"):
-        assert total[what] > 0, f"no example had any {what}: {total}"
+    covers(site, LAYOUTS, "window and chunk", 10, SOME, queue=2)
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("name", "queue", "examples"),
     [
         pytest.param(
             "two states",
+            2,
+            10,
             marks=[
                 pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and Mamba"),
                 pytest.mark.shows("streaming sessions", "full attention and Mamba"),
@@ -106,6 +118,8 @@ def test_some_random_schedules(site: Site) -> None:
         ),
         pytest.param(
             "state, two windows",
+            2,
+            10,
             marks=[
                 pytest.mark.shows(
                     "random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and Mamba"
@@ -114,14 +128,17 @@ def test_some_random_schedules(site: Site) -> None:
                 pytest.mark.shows("n-gram drafts", "full attention, sliding windows and Mamba"),
             ],
         ),
+        *(
+            pytest.param(name, queue, 35, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])
+            for name in STATES
+            for queue in QUEUES.values()
+        ),
     ],
 )
-def test_some_random_schedules_with_states(site: Site, layout: str) -> None:
-    groups, retention = STATES[layout]
-    total = explore(site, 10, queue=2, groups=groups, retention=retention, **WITH_STATES, **ROOM.get(layout, {}))
-    print(total)
-    for what in (*SOME, "drafts", "chunks", *(f"stored_{each.kind.value}" for each in groups.groups)):
-        assert total[what] > 0, f"no example had any {what}: {total}"
+def test_some_random_schedules_with_states(site: Site, name: str, queue: int, examples: int) -> None:
+    what = COVERED if examples > 10 else (*SOME, "drafts", "chunks")
+    sessions = queue < 3  # see Engine.add
+    covers(site, STATES, name, examples, [each for each in what if sessions or each != "chunks"], queue=queue)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +150,7 @@ def test_some_random_schedules_with_states(site: Site, layout: str) -> None:
     ],
 )
 def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
-    groups, retention = DRAFTERS[layout]
-    states = WITH_STATES if Kind.STATE in {each.kind for each in groups.groups} else {}
-    total = explore(site, 10, queue=2, groups=groups, retention=retention, drafts=True, **states)
-    print(total)
-    for what in (*SOME, "drafts"):
-        assert total[what] > 0, f"no example had any {what}: {total}"
+    covers(site, DRAFTERS, layout, 10, (*SOME, "drafts"), queue=2, drafts=True)
 
 
 @pytest.mark.stress
@@ -159,12 +171,8 @@ def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
     ],
 )
 def test_random_schedules_with_a_drafter(site: Site, layout: str, queue: int) -> None:
-    groups, retention = DRAFTERS[layout]
-    options = {**(WITH_STATES if "state" in layout else {}), **ROOM.get(layout, {})}
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention, drafts=True, **options)
-    print(total)
-    for what in (each for each in COVERED if each != "chunks"):  # sessions have no drafts: see Engine.add
-        assert total[what] > 0, f"no example had any {what}: {total}"
+    what = [each for each in COVERED if each != "chunks"]  # sessions have no drafts: see Engine.add
+    covers(site, DRAFTERS, layout, 35, what, queue=queue, drafts=True)
 
 
 @pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="not tried with this vLLM")
@@ -189,20 +197,6 @@ def test_vllm_alone_fails_in_a_session_with_states_and_two_steps_in_flight(site:
             right.append(truth.next_token(0, tokens))
             tokens.append(right[-1])
     assert (engine.requests["s"].received == right) == (queue < 3)
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
-@pytest.mark.parametrize("name", STATES)
-def test_random_schedules_with_states(site: Site, name: str, queue: int) -> None:
-    groups, retention = STATES[name]
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention, **WITH_STATES, **ROOM.get(name, {}))
-    print(total)
-    sessions = queue < 3  # see Engine.add
-    stored = (f"stored_{group.kind.value}" for group in groups.groups)
-    for what in (*(each for each in COVERED if sessions or each != "chunks"), *stored):
-        assert total[what] > 0, f"no example had any {what}: {total}"
 
 
 @pytest.mark.stress
@@ -234,9 +228,4 @@ def test_random_schedules_with_states(site: Site, name: str, queue: int) -> None
     ],
 )
 def test_random_schedules(site: Site, layout: str, queue: int) -> None:
-    groups, retention = LAYOUTS[layout]
-    total = explore(site, 35, queue=queue, groups=groups, retention=retention, **ROOM.get(layout, {}))
-    print(total)
-    covered = (*COVERED, *(f"stored_{group.kind.value}" for group in groups.groups))
-    for what in covered:
-        assert total[what] > 0, f"no example had any {what}: {total}"
+    covers(site, LAYOUTS, layout, 35, COVERED, queue=queue)
