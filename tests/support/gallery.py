@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 MEMORY_BYTES = 1 << 40
 HEAD = (
@@ -142,7 +142,7 @@ def row(name: str, folder: Path) -> str:
 
     sys.meta_path.append(Absent())
     torch.cuda.Event = torch.Event = MagicMock()  # type: ignore[misc]
-    torch.cpu._is_avx512_bf16_supported = MagicMock(return_value=True)  # where not, states have another type
+    patch("torch.cpu._is_avx512_bf16_supported", return_value=True).start()  # where not, states have another type
     model = MODELS[name]
     # vLLM looks at a class that it has not loaded in a process of its own, which has no stand-in.
     ModelRegistry.register_model(model.architecture, ModelRegistry.models[model.architecture].load_model_cls())
