@@ -108,17 +108,6 @@ def test_the_commit_hooks_run_the_linters_of_make_check() -> None:
         assert hook["language"] == "system"
 
 
-def test_a_test_s_name_with_an_address_is_refused(tmp_path: Path) -> None:
-    """Two test processes would not agree on the tests, and pytest-xdist would say no more than that."""
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n@pytest.mark.parametrize('what', [object()], ids=str)\ndef test_it(what): pass\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert done.returncode != 0
-    assert re.search(r"give them ids:\n.*test_it\[<object object at 0x", done.stdout), done.stdout
-
-
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="this environment has everything")
 def test_tests_that_need_what_is_not_installed_are_skipped_when_they_are_run_alone() -> None:
     """`make check` leaves them out; a contributor names a folder or a file."""

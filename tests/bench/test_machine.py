@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import __main__ as bench
 from benchmarks.machine import command
 from benchmarks.report import PUBLISHED
 from tests.lab.process import REPO
@@ -35,27 +32,6 @@ def test_a_command_names_no_path_of_the_machine(
 ) -> None:
     monkeypatch.chdir(REPO)
     assert command("benchmarks.bench", arguments) == f"python -m benchmarks.bench {said}"
-
-
-def test_a_relative_path_is_meant_from_where_the_command_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPO / "benchmarks")
-    assert command("m", ["--out", "../build"]) == "python -m m --out build"
-
-
-def test_a_piece_s_result_has_that_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As started from a shell, too: the words are those of `sys.argv`, without the program's own path."""
-    said: list[str] = []
-
-    def measured(_piece: object, _options: object, words: str) -> dict[str, object]:
-        said.append(words)
-        return {"failed": "played", "tokens": {}}
-
-    monkeypatch.setattr(bench, "measure", measured)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "__main__.py"), "hide", "--disk", "--out", str(tmp_path)])
-    monkeypatch.setattr(bench, "ENVIRONMENT", {})
-    monkeypatch.setattr(bench, "exit_on_sigterm", lambda: None)
-    assert bench.main() == 1
-    assert said == ["python -m benchmarks.bench hide --disk --out OUT"]
 
 
 def test_no_published_result_names_a_path_of_the_machine() -> None:

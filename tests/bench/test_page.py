@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.bench import __main__ as bench
 from benchmarks.bench import page, plots
 from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import Setting
@@ -132,13 +131,6 @@ def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
     assert "benchmarks/2026-01-01/open.svg" not in text
 
 
-def test_the_page_keeps_what_is_not_generated() -> None:
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
-    assert report.replaced(text, "new\n") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter"
-    with pytest.raises(ValueError, match="the page needs one"):
-        report.replaced("nothing", "new")
-
-
 def test_another_figure_is_another_digest() -> None:
     digests = {plots.drawing(result(local=(ttft,))).digest for ttft in (0.1, 0.2)}
     assert len(digests) == 2
@@ -152,21 +144,3 @@ def test_a_picture_names_what_it_shows(tmp_path: Path) -> None:
     assert made.digest in text
     assert "kvprefetch" in text
     assert len(text) < 40_000
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["nope"], "no such piece: nope: choose from hide,"),
-        (["open", "--variants", "ours"], "no such variant: ours: choose from local,recomputed,"),
-        (["open", "--quick", "--publish"], "--publish is for whole runs: leave --quick away"),
-        (["open", "--requests", "0"], "--requests must be at least 1, not 0"),
-        (["open", "--rounds", "0"], "--rounds must be at least 1, not 0"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_starts(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(argv)
-    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,18 @@ def starter(make: Callable[..., Daemon]) -> Iterator[Callable[..., Daemon]]:
 def serve(auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
     """Starts daemons that are stopped at the end of the test."""
     yield from starter(lambda **options: Daemon(**{"memory": "64MiB", "staging": "1MiB", **options}))
+
+
+@pytest.fixture
+def patched(serve: Callable[..., Daemon], tmp_path: Path) -> Callable[..., Daemon]:
+    """Starts a daemon in which this code runs first."""
+
+    def start(code: str, **options: Any) -> Daemon:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        return serve(env={"PYTHONPATH": path}, **options)
+
+    return start
 
 
 @pytest.fixture(scope="module")

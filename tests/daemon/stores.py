@@ -1,4 +1,4 @@
-"""Makes blocks for a store, and the configuration of an absent cluster."""
+"""Makes blocks for a store and the configuration of an absent cluster, and waits for a daemon's lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import structlog
 
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings
-from tests.lab.daemon import Daemon
+from tests.lab.daemon import Daemon, Record
 from tests.support.fake_engine import BLOCK_BYTES
 from tests.support.waiting import eventually
 
@@ -27,6 +27,15 @@ def blocks(name: str, count: int) -> dict[bytes, bytes]:
 def stored(daemon: Daemon, count: int) -> None:
     """Wait until `count` blocks in all were stored."""
     eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= count, what="the save")
+
+
+def request_line(daemon: Daemon, name: str) -> Record:
+    """Return the line of this request's end."""
+
+    def line() -> Record | None:
+        return next((each for each in daemon.records("request.done") if each["request_id"] == name), None)
+
+    return eventually(line, what=f"the line of {name}")
 
 
 @contextmanager

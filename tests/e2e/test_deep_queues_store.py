@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,13 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, hits, served
+from tests.e2e.conftest import hits
 from tests.e2e.deep import Pair, fill, finished, patient, wishing
-from tests.lab import control
-from tests.lab.checkpoint import TINY
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.passes import Abort
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
@@ -28,7 +23,6 @@ from tests.support.auditor import Auditor
 
 PROMPTS = make_prompts(24, 300, seed=71)
 HITS = hits(PROMPTS)
-FOREIGN = make_prompts(8, 300, seed=72)
 AFTERWARDS = make_prompts(8, 300, seed=74)
 WAIT_S = 1.0
 # A transfer whose peer is gone waits inside Mooncake for up to 60 s; its slots come back with it.
@@ -58,29 +52,6 @@ def pair(
     fill(pair, cluster, PROMPTS)
     yield pair
     engine.stop()
-
-
-def test_foreign_sized_objects_are_misses_for_one_and_nothing_for_another(
-    cluster: Store, pair: Pair, right: list[list[int]], engines: Callable[..., Engine]
-) -> None:
-    """Values of half and of twice the size lie under the keys of one engine."""
-    daemon, size = pair.daemon, BLOCK * TINY.kv_bytes_per_token
-    spec = pair.engine.spec.but(kv_transfer=patient(daemon, WAIT_S, cache_prefix="foreign", key_format="vllm"))
-    values = {}
-    for number, prompt in enumerate(FOREIGN):
-        for key in control.block_keys(spec.model, prompt):
-            values[f"foreign@{key}"] = os.urandom(2 * size if number % 2 else size // 2)
-    control.put(cluster.config, values, cluster.segments[0])
-    other = Pair(engines(spec), daemon, pair.auditor, WAIT_S)
-    recomputed = pair.run(FOREIGN, max_tokens=8)
-    for _ in range(2):
-        other.begin(FOREIGN, max_tokens=8)
-        mine = pair.run(PROMPTS, max_tokens=8)
-        served(other.finish(), recomputed.tokens, [0] * len(FOREIGN))
-        assert mine.tokens == right
-        assert mine.cached_tokens == HITS
-    assert daemon.records("store.failed") == []
-    other.engine.stop()
 
 
 @pytest.mark.shows("store that hangs or dies")
@@ -116,35 +87,6 @@ def test_a_store_that_stands_still_delays_nobody_for_long(cluster: Store, pair: 
         after = counters_after(wait_policy="best_effort")
         assert after["waits"] == before["waits"], "best_effort waited"
         assert counters_after(wait_policy="soon")["bad_overrides"] >= 1
-    pair.assert_idle(DEAD_PEER_S)
-
-
-@pytest.mark.stress
-def test_a_store_that_stumbles_again_and_again(cluster: Store, pair: Pair, right: list[list[int]]) -> None:
-    """Storage node and master stand still at random, up to twice as long as a request may wait."""
-    source = random.Random(73)
-    over = threading.Event()
-
-    def stumble() -> None:
-        while not over.wait(source.uniform(0.0, 0.5)):
-            with frozen(source.choice([cluster.node_pid, cluster.master_pid])):
-                over.wait(source.uniform(0.0, 2 * WAIT_S))
-
-    stumbling = threading.Thread(target=stumble)
-    stumbling.start()
-    cached = []
-    try:
-        for turn in range(60):
-            aborts = [Abort(index, after_steps=source.randrange(200)) for index in range(turn % 4, len(PROMPTS), 4)]
-            pair.begin(PROMPTS, max_tokens=8, aborts=aborts)
-            result = pair.collect()
-            cached.append(sum(result.cached_tokens))
-            for request in result.requests:
-                assert request.tokens == right[request.index] or request.finish_reason == "abort"
-    finally:
-        over.set()
-        stumbling.join()
-    assert 0 < sum(cached) < len(cached) * sum(HITS), "some passes were served, some were not"
     pair.assert_idle(DEAD_PEER_S)
 
 

@@ -1,34 +1,19 @@
-"""The lab's parts without an engine (tests/e2e/test_lab.py has that): checkpoints, links, and no process left."""
+"""The lab's parts without an engine: links, and no process left."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.lab import link, process
-from tests.lab.checkpoint import TINY, make_checkpoint
-from tests.lab.template import Template, TemplateError
 from tests.support.waiting import eventually, poll
-
-
-def test_a_checkpoint_is_the_same_bytes_every_time(tmp_path: Path) -> None:
-    first = make_checkpoint(tmp_path / "a", TINY)
-    second = make_checkpoint(tmp_path / "b", TINY)
-    other = make_checkpoint(tmp_path / "a", replace(TINY, seed=1))
-    weights = "model.safetensors"
-    assert (first / weights).read_bytes() == (second / weights).read_bytes()
-    assert (first / weights).read_bytes() != (other / weights).read_bytes()
-    assert first.name == second.name != other.name
-    assert make_checkpoint(tmp_path / "a", TINY) == first
 
 
 def test_a_killed_parent_of_a_child_takes_it_along(tmp_path: Path) -> None:
@@ -126,10 +111,3 @@ def _receive_seconds(address: str, log: Path, size: int) -> float:
             got += len(part)
     assert got == size
     return time.monotonic() - begun
-
-
-def test_a_template_that_cannot_import_says_why(tmp_path: Path) -> None:
-    (tmp_path / "vllm.py").write_text("raise ImportError('planted')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with Template({"PYTHONPATH": path}) as template, pytest.raises(TemplateError, match="planted"):
-        template.fork({}, 2)

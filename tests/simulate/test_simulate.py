@@ -198,9 +198,3 @@ def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.Captur
     rows = [line.split()[0] for line in printed[printed.index(report.HEAD) + 1 :] if line.strip()]
     assert rows[:3] == ["local", "no-prefetch", "wait"]
     assert (tmp_path / "misses.svg").exists()
-
-
-def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--policy", "hope"])
-    assert "unknown policies ['hope']: choose from local" in capsys.readouterr().err

@@ -71,15 +71,3 @@ def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.Captur
     assert lines[0].split()[-2:] == ["max(W,", "F)"]
     assert {"/ on-demand-wait", "/ max(W, F)"} <= {line[:22].strip() for line in lines}
     assert len(json.loads((tmp_path / "out.json").read_text())) == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--compare", "hope"], "unknown policies ['hope']"), ([], "no trace here")],
-)
-def test_bad_arguments_are_refused(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--data", str(tmp_path), *arguments])
-    assert words in capsys.readouterr().err

@@ -84,6 +84,14 @@ def one_line(error: str) -> bool:
     return len(error.strip().splitlines()) == 1
 
 
+def ended_quietly(process: subprocess.Popen[bytes]) -> None:
+    """Check that it ends well, soon, and writes no error."""
+    assert process.wait(30) == 0
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert errors.read() == b""
+
+
 def listening(path: Path) -> bool:
     """Tell whether a socket listens there; its file exists as soon as it is bound (`__SO_ACCEPTCON`, proc(5))."""
     sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())

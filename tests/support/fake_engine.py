@@ -17,7 +17,7 @@ from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Attached, Mapped, SchedulerInfo, WorkerInfo
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import NO_SESSION, FlagState, Outcome, RecordKind
-from tests.support.engine_side import BLOCK_BYTES, EngineSide, EngineSpec
+from tests.support.engine_side import BLOCK_BYTES, EngineSide, EngineSpec, Key
 from tests.support.waiting import eventually
 
 __all__ = ["BLOCK_BYTES", "FakeEngine", "answer"]
@@ -111,10 +111,18 @@ class FakeEngine(EngineSide):
         if flag.count <= local:
             self.cancel(key, Outcome.MISS)
             return None
-        assert self.move(key, FlagState.CLAIMED)
-        values = [self.read(slot) for slot in self.slots(key, 0, flag.count - local)]
+        values = self.take(key, local)
+        assert values is not None
+        return values
+
+    def take(self, key: Key, local: int = 0) -> list[bytes] | None:
+        """Claim, read rank 0's slots and release; None where it is claimed no more."""
+        count = self.flag(key).count - local
+        if not self.move(key, FlagState.CLAIMED):
+            return None
+        values = [self.read(slot) for slot in self.slots(key, 0, count)]
         assert self.move(key, FlagState.RELEASED)
-        self.done(key, loaded=flag.count - local, start=local)
+        self.done(key, loaded=count, start=local)
         return values
 
     def read(self, slot: int, rank: int = 0) -> bytes:

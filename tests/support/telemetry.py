@@ -1,16 +1,22 @@
-"""What tests of telemetry share: a picture of a certain age, and the HTTP server's answers."""
+"""What tests of telemetry share: a picture of a certain age, and servers: ours, and one that answers anything."""
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvprefetch.daemon.telemetry import metrics
 from kvprefetch.daemon.telemetry.board import Picture
+from kvprefetch.daemon.telemetry.web import MetricsServer
+from tests.lab.process import free_ports
 
 
 def get(port: int, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
@@ -31,6 +37,45 @@ def picture(
     calls_ns = {call: now_ns - int(age_s * 1e9) for call, age_s in (calls or {}).items()}
     shown = {"phase": "serving", "store_open": True, "store_answering": True, "calls_ns": calls_ns, **status}
     return Picture(shown, b"", now_ns - int(beat_age_s * 1e9), alive)
+
+
+@contextmanager
+def served(look: Callable[[], Picture] = picture) -> Iterator[int]:
+    """The port of the daemon's HTTP server, which shows this picture."""
+    (port,) = free_ports(1)
+    server = MetricsServer("127.0.0.1", port, look)
+    try:
+        yield port
+    finally:
+        server.close()
+
+
+@contextmanager
+def answering(answer: bytes, *, close: bool = True) -> Iterator[str]:
+    """host:port of what gives everyone this answer, and then hangs up or stays."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = server.accept()
+                except OSError:
+                    return
+                client.recv(1000)
+                client.sendall(answer)
+                if close:
+                    client.close()
+                else:
+                    kept.append(client)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for client in kept:
+            client.close()
 
 
 def sample(made: metrics.Metrics, name: str, **labels: str) -> float | None:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from kvprefetch.client import Unavailable
 from kvprefetch.daemon.cli import bench, doctor, findings
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.cli.store import namespace, stored_keys
+from kvprefetch.daemon.cli.store import stored_keys
 from kvprefetch.daemon.config.machine import machine_bytes
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.config.sizes import size
@@ -31,6 +30,7 @@ from tests.lab.process import free_ports
 from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import AS_NOBODY
+from tests.support.telemetry import answering
 
 
 def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
@@ -168,20 +168,9 @@ def test_secrets_are_removed() -> None:
 
 def test_a_master_that_is_no_http_server_is_one_line() -> None:
     """The likely case is the master's own port, one digit or so away from its HTTP port."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-
-        def answer() -> None:
-            client, _ = stranger.accept()
-            with client:
-                client.recv(1000)
-                client.sendall(b"\x00\x01garbage\n\n")
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        with pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$"):
-            list(stored_keys(f"127.0.0.1:{port}", ""))
-        thread.join(10)
+    refusal = pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$")
+    with answering(b"\x00\x01garbage\n\n") as stranger, refusal:
+        list(stored_keys(stranger, ""))
     with pytest.raises(Unavailable, match="nonnumeric port"):
         list(stored_keys("localhost:abc", ""))
 
@@ -227,7 +216,3 @@ def test_values_are_listed_counted_and_purged_by_the_begin_of_their_keys(serve: 
     assert counted(*at) == ["2", f"{me}two@tp_rank:0@", "2", "in", "all"]
     for each in (engine, like, other):
         each.close()
-
-
-def test_a_key_without_its_hash_is_its_namespace() -> None:
-    assert namespace("m@tp_rank:0@" + "0a" * 32) == "m@tp_rank:0@"

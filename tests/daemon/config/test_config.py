@@ -98,23 +98,6 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 check_config = functools.partial(kvprefetchd, "check-config")
 
 
-def test_check_config_prints_what_it_reads_back_as_the_same(tmp_path: Path) -> None:
-    """Its output, used as a file, is the same configuration."""
-    first = check_config("--disk", "/var/x:20GiB", "--socket-group", "0", KVPREFETCHD_MAX_ENGINES="3")
-    assert first.returncode == 0, first.stderr
-    assert "max_engines = 3" in first.stdout
-    assert 'staging = "1GiB"' in first.stdout
-    assert "$KVPREFETCHD_MAX_ENGINES; reload: at once" in first.stdout
-    (tmp_path / "again.toml").write_text(first.stdout)
-    again = check_config("--config", str(tmp_path / "again.toml"))
-    assert again.returncode == 0, again.stderr
-
-    def settings(text: str) -> list[str]:
-        return [line.partition(" # ")[0].rstrip() for line in text.splitlines()]
-
-    assert settings(again.stdout) == settings(first.stdout)
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -169,16 +152,6 @@ def test_each_change_of_a_reload_is_seen_whatever_the_level(before: Any, after: 
         assert [line["log_level"] for line in seen.entries] == list(LEVELS[LEVELS.index(after) :])
     finally:
         threshold.set("info")
-
-
-def test_a_reload_of_a_bad_file_keeps_everything() -> None:
-    def bad() -> DaemonConfig:
-        raise ConfigError("staging: no")
-
-    before = DaemonConfig()
-    with capture_logs() as lines:
-        assert reloaded(before, bad, structlog.get_logger()) is before
-    assert lines == [{"event": "config.invalid", "log_level": "error", "error": "staging: no"}]
 
 
 def test_reloadable_keys_exist() -> None:

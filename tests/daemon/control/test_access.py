@@ -20,8 +20,7 @@ import structlog
 from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.control import access
 from kvprefetch.daemon.control.listener import listen, take_away
-from kvprefetch.daemon.store.disk import DiskSpec
-from kvprefetch.daemon.store.embedded import EmbeddedMaster
+from kvprefetch.daemon.store.disk import open_folder
 
 NOBODY = 65534
 
@@ -143,14 +142,10 @@ def test_a_group_that_is_not_ones_own_leaves_no_socket_behind() -> None:
         assert not path.exists()
 
 
-def test_a_folder_for_the_disk_that_is_not_ones_own_is_a_setting() -> None:
+def test_a_folder_for_the_disk_that_one_may_not_make_is_a_setting() -> None:
     with tempfile.TemporaryDirectory(prefix="kva-") as folder:
         os.chmod(folder, 0o755)
-        master = EmbeddedMaster(1, DiskSpec(Path(folder), None), structlog.get_logger())
-        text = as_nobody(master.start)
-        assert text.startswith(f"SettingsError: disk: the folder belongs to another user: disk={folder!r} uid=0 ")
-        below = EmbeddedMaster(1, DiskSpec(Path(folder, "kv"), None), structlog.get_logger())
-        text = as_nobody(below.start)
+        text = as_nobody(lambda: open_folder(Path(folder, "kv"), structlog.get_logger()))
         assert text.startswith("SettingsError: disk: cannot be used: Permission denied; make a folder that belongs to ")
         assert f"(uid={NOBODY})" in text
 

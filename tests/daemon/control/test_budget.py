@@ -20,6 +20,12 @@ def test_a_user_s_questions_get_a_burst_and_then_a_share() -> None:
     assert SHARE * 10 * S <= used <= SHARE * 10 * S + BURST_NS + 300_000
 
 
+def test_an_amount_is_taken_whole_or_not_at_all_and_comes_back_with_time() -> None:
+    budget = Budget(share=1, burst=5)
+    for wanted, now, taken in ((3, 0, True), (3, 0, False), (2, 0, True), (5, 4, False), (4, 4, True)):
+        assert budget.take(7, wanted, now) == taken
+
+
 def test_users_have_shares_of_their_own() -> None:
     budget = Budget()
     budget.spend(7, BURST_NS, 0)

@@ -19,9 +19,8 @@ import pytest
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.control.budget import Budget
-from kvprefetch.daemon.door.app import BURST, CALLER, MAX_BODY, MAX_WAIT_MS, RATE, App
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
+from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
 from tests.daemon.door.test_door import announce, engine_with, message
@@ -222,38 +221,11 @@ def test_each_user_has_a_rate_of_its_own() -> None:
     assert announced(2, "first") == "202 Accepted"
 
 
-def test_a_rate_is_a_burst_and_what_came_back_since() -> None:
-    rate = Budget(RATE / 1e9, BURST)
-    assert rate.take(1, int(BURST), 0)
-    assert not rate.take(1, 1, 0)
-    assert rate.take(2, 1, 0)
-    assert not rate.take(1, int(RATE) + 1, 1_000_000_000), "a message is taken whole or not at all"
-    assert rate.take(1, int(RATE), 1_000_000_000)
-    assert not rate.take(1, 1, 1_000_000_000)
-
-
-def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
-    """Seeded: cut, doubled and changed requests, and JSON of every shape in every field."""
+def test_no_bytes_end_the_process(serve: Serve) -> None:
+    """Seeded: cut, doubled and changed requests. JSON of every shape is in tests/fuzz."""
     daemon, choice = serve(), random.Random(33)
     engine, values = engine_with(daemon, "fuzzed", 4)
-    shapes: list[Any] = [
-        None,
-        True,
-        -1,
-        1 << 70,
-        1.5,
-        "",
-        "\ud800",
-        "a" * 5000,
-        [],
-        {},
-        [[]],
-        {"a": {}},
-        ["ab", 1],
-        float("inf"),
-    ]
-    whole = message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})
-    body = json.dumps(whole).encode()
+    body = json.dumps(message("m", {"block_hashes": ["ab" * 32], "ttl_ms": 5})).encode()
     request = b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     for _ in range(150):
         changed = bytearray(request)
@@ -265,14 +237,5 @@ def test_no_bytes_and_no_json_end_the_process(serve: Serve) -> None:
             sock.connect(str(hints_socket(daemon.socket)))
             sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
             sock.recv(4096)
-    for number in range(150):
-        made: dict[str, Any] = json.loads(body)
-        made["message_id"] = f"z{number}"
-        [action] = made["actions"]
-        where = choice.choice([made, action, action["payload"]])
-        where[choice.choice([*where, *Prefetch.model_fields])] = choice.choice(shapes)
-        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", made)
-        assert status in (202, 400, 404, 422, 429), (made, answer)
-        assert "error" not in answer or len(answer["error"].splitlines()) == 1
     assert not daemon.records("door.failed")
     assert engine.load(list(values)) == list(values.values())

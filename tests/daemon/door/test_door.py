@@ -32,7 +32,7 @@ from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.records import session_digest
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks, request_line, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import Auditor, ask_daemon
@@ -83,13 +83,6 @@ def engine_with(daemon: Daemon, name: str, count: int, **options: Any) -> tuple[
     return engine, values
 
 
-def last_line(daemon: Daemon, name: str) -> dict[str, Any]:
-    def line() -> dict[str, Any] | None:
-        return next((line for line in daemon.records("request.done") if line["request_id"] == name), None)
-
-    return eventually(line, what=f"the line of {name}")
-
-
 def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: Auditor) -> None:
     daemon = serve()
     engine, values = engine_with(daemon, "tool", 12)
@@ -103,7 +96,7 @@ def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: A
     done = became(daemon, "m1", "completed")
     assert (done["blocks"]["asked"], done["blocks"]["staged"]) == (10, 10)
     assert engine.load(chain, name="again", session=session_digest("run-42")) == list(values.values())
-    line = last_line(daemon, "again")
+    line = request_line(daemon, "again")
     assert (line["announced_blocks"], line["announced_staged"]) == (10, 10)
     assert line["session_gap_ms"] > 0
     became(daemon, "m1", "used")
@@ -123,7 +116,7 @@ def test_what_was_announced_is_a_hit_and_its_line_says_since_when(serve: Serve, 
     again = announce(daemon, "m1", chain[:3])
     assert again["outcome"] == "completed", "a message that came already is answered as it stands"
     assert engine.load(chain, name="request") == list(values.values())
-    line = last_line(daemon, "request")
+    line = request_line(daemon, "request")
     assert (line["announced_blocks"], line["announced_staged"], line["bytes"]) == (40, 40, 0)
     assert line["announced_ms"] > 0
     became(daemon, "m1", "used")

@@ -11,12 +11,12 @@ from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.daemon.store.errors import ErrorClass, StoreError
+from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.engine.epochs import Engine, Pools, give_back, later_weights, make_epoch
+from tests.daemon.engine.epochs import Engine, give_back, later_weights, make_epoch
 from tests.support.catalogue import EVENTS
 from tests.support.engine_side import ONE_GROUP, EngineSide, Key
 
@@ -64,24 +64,6 @@ def test_a_block_from_disk_that_is_fetched_again_and_again_counts_once_for_the_e
     assert epoch.channel.table.disk(0) == 8
 
 
-def test_a_stopped_fetch_ends_with_what_was_under_way() -> None:
-    pools = Pools()
-    epoch = make_epoch(pools=pools)
-    engine = Engine(epoch)
-    engine.want((0, 1), *"abcdefgh")
-    assert epoch.start_fetch(Lane.MEMORY)
-    call: Any = pools.calls[-1]
-    call.run.keywords["get"].begun = True
-    engine.ask((0, 1), stop=True)
-    assert not epoch.planner.requests[0, 1].asked, "that is another record"
-    engine.ask((0, 1))
-    assert not epoch.start_fetch(Lane.MEMORY)
-    assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
-    pools.end([ErrorClass.OK])
-    assert epoch.channel.table.flag(0) == (1, FlagState.READY, 1)
-    engine.leave()
-
-
 def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> None:
     """The queue of look-ups has an entry for each time: an engine that does wrong would fill the daemon's memory."""
     epoch = engine.epoch
@@ -91,19 +73,6 @@ def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> N
         engine.ask((1, 1))
     assert len(epoch.parts.look_ups) == 2
     assert epoch.parts.look_ups.queued == 2
-
-
-def test_only_what_was_loaded_counts_as_loaded_where_a_claim_covers_more() -> None:
-    """A drafter's engine claims the block that it drops."""
-    epoch = make_epoch()
-    engine = Engine(epoch)
-    engine.stage((0, 1), "a", "b", "c")
-    engine.loaded((0, 1), range(2))
-    engine.stage((1, 1), "a", "b", "c")
-    engine.loaded((1, 1), range(2, 3))
-    assert epoch.planner.gauges()["requests"] == 0
-    engine.leave()
-    assert epoch.counters["wasted_bytes"] == 0
 
 
 def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request(engine: Engine) -> None:

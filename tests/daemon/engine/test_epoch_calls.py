@@ -130,6 +130,7 @@ def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool
     gets = [call.run.keywords["get"] for call in calls]
     gets[0].begun = True
     setup.ask((0, 1), stop=True)
+    assert not epoch.planner.requests[0, 1].asked, "that is another record"
     assert [get.dropped for get in gets] == [False, True, True]
     gets[1].begun = too_late
     for call, outcome in zip(reversed(calls), (AGAIN, OK if too_late else AGAIN, OK), strict=True):
@@ -222,23 +223,6 @@ def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup)
     assert (told[-1].outcome, told[-1].last) == ("used", True)
     assert setup.epoch.counters.metrics.totals("announced_blocks")["fetched"] == 1
     assert setup.epoch.counters.metrics.totals("announcements")["used"] == 1
-
-
-def test_a_request_that_loses_its_room_to_a_fetch_fetches_again_behind_it(setup: Setup) -> None:
-    setup.want((0, 1), *"abcdefgh")
-    setup.want((1, 1), *"ijkl")
-    loser = setup.epoch.planner.requests[1, 1]
-    setup.fetched(*[OK] * 8)
-    setup.fetched(*[OK] * 4)
-    setup.want((2, 1), "x", asked=True)
-    setup.start()
-    assert loser.taken_back == 1
-    assert setup.epoch.channel.table.flag(1) == (1, FlagState.HINTED, 3), "the others are staged still"
-    setup.pools.end([OK])
-    setup.epoch.planner.finish((2, 1))
-    setup.fetched(OK)
-    assert (loser.ready, loser.final, loser.fetched_blocks) == (4, True, 5)
-    assert setup.epoch.channel.table.flag(1) == (1, FlagState.READY, 4)
 
 
 @pytest.mark.parametrize("events", [False, True])

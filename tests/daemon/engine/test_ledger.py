@@ -9,16 +9,6 @@ import pytest
 from kvprefetch.daemon.engine.ledger import Ledger, Verdict
 
 
-def test_two_engines_are_not_promised_the_same_memory() -> None:
-    """Neither has taken any yet, so that the machine still shows all of it."""
-    ledger = Ledger()
-    ledger.want(1, 60)
-    ledger.want(2, 60)
-    assert ledger.next_verdict(100) == Verdict(1, True, 100)
-    assert ledger.next_verdict(100) == Verdict(2, False, 40)
-    assert ledger.next_verdict(100) is None
-
-
 def test_what_is_taken_counts_once() -> None:
     """It is no longer available, and not promised any more."""
     ledger = Ledger()
@@ -45,21 +35,6 @@ def test_a_reservation_waits_for_releases_that_make_room_and_for_no_others() -> 
     assert ledger.next_verdict(110) == Verdict(2, True, 110)
     ledger.release(4, 5)
     assert ledger.next_verdict(105) == Verdict(3, False, 5)
-
-
-def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for() -> None:
-    ledger = Ledger()
-    ledger.want(1, 60)
-    assert ledger.next_verdict(100) == Verdict(1, True, 100)
-    ledger.filled(1, 50)
-    assert not ledger.withdraw(1)
-    ledger.want(2, 60)
-    assert ledger.next_verdict(50) is None
-    ledger.ended(1)
-    assert ledger.next_verdict(100) == Verdict(2, True, 100)
-    ledger.want(3, 1000)
-    assert ledger.withdraw(3)
-    assert not ledger.waiting
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -15,8 +15,7 @@ import pytest
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine import reservations as module
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, layout_for
-from kvprefetch.daemon.engine.reservations import Reservations, Reserved, Withdrawn
-from kvprefetch.daemon.engine.staging import FILL_BYTES
+from kvprefetch.daemon.engine.reservations import Reservations, Reserved
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.errors import SegmentError
@@ -158,17 +157,6 @@ def test_several_engines_are_reserved_at_the_same_time(desk: Desk, machine: Mach
     eventually(lambda: {thread.name for thread in threading.enumerate()} >= set(names), what="three threads")
     machine.gate.set()
     free(desk, *(desk.next() for _ in range(3)))
-
-
-def test_a_reservation_that_is_withdrawn_ends_with_the_next_slice(desk: Desk, machine: Machine) -> None:
-    """Its engine died."""
-    machine.gate.clear()
-    desk.all.want(1, CONFIG, ENGINE)
-    desk.all.withdraw(1)
-    machine.gate.set()
-    assert isinstance(desk.next().memory, Withdrawn)
-    assert machine.most <= EACH - (16 << 20) + FILL_BYTES
-    assert not machine.taken
 
 
 def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk, machine: Machine) -> None:

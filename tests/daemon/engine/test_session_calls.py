@@ -12,7 +12,6 @@ from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.kv.groups import Groups
-from kvprefetch.shmring.wire.admin import Announce, Caller, Outcome
 from kvprefetch.shmring.wire.records import NO_SESSION, FlagState, session_digest
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
 from tests.daemon.engine.test_groups import GROUPS
@@ -133,25 +132,6 @@ def test_leases_are_kept_in_a_pause_and_a_request_s_question_goes_first() -> Non
     [call] = setup.pools.calls
     run: Any = call.run
     assert run.args[2] == [[digest("g") + b"\0"]]
-    setup.leave()
-
-
-def test_a_session_may_be_announced_by_its_name() -> None:
-    setup, told = Setup(), list[Outcome]()
-    setup.come("abc")
-    setup.fill()
-
-    def order(session: str, number: int) -> Announce:
-        caller, digest_hex = Caller(uid=0, groups=[]), session_digest(session).hex()
-        return Announce(caller=caller, number=number, name="tool", engine="e", epoch=7, session=digest_hex)
-
-    setup.epoch.announce(order("nobody", 1), b"", told.append)
-    assert [(each.number, each.outcome) for each in told] == [(1, "missing")]
-    setup.epoch.announce(order("agent", 2), b"", told.append)
-    setup.serve()
-    assert [(each.number, each.outcome, each.fetched) for each in told[1:]] == [(2, "accepted", 0), (2, "completed", 3)]
-    assert setup.come("abcd")["announced_staged"] == 3
-    assert told[-1].outcome == "used"
     setup.leave()
 
 

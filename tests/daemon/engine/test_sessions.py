@@ -145,14 +145,6 @@ def test_requests_of_one_turn_teach_no_gap() -> None:
     assert setup.first_due_ns() > GAP_NS - 2 * SECOND_NS
 
 
-def test_a_session_that_comes_with_another_prompt_leaves_its_announcement_outdated() -> None:
-    setup = Setup()
-    setup.learn()
-    setup.first_due_ns()
-    assert setup.come("s", "other", SECOND_NS)[1] == [1]
-    assert setup.come("s", "other", SECOND_NS)[1] == []
-
-
 @pytest.mark.parametrize(("outcome", "absent"), [("rejected", 0), ("missing", 0), ("completed", 1)])
 def test_what_was_not_staged_is_announced_again_a_few_times(outcome: str, absent: int) -> None:
     setup = Setup()
@@ -198,15 +190,6 @@ def test_leases_of_the_newest_prompt_alone_are_kept_until_it_is_not_likely_to_co
     times = [at for at, _ in asked]
     assert all(later - at == LEASE_NS // 2 for at, later in itertools.pairwise(times))
     assert UNKNOWN_NS / 2 < times[-1] <= UNKNOWN_NS
-
-
-def test_other_weights_forget_every_prompt() -> None:
-    setup = Setup()
-    setup.learn()
-    setup.sessions.clear()
-    assert (len(setup.sessions), setup.sessions.chain(b"s")) == (0, None)
-    assert setup.due(GAP_NS) is None
-    assert setup.sessions.next_lease(setup.now) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,15 +6,6 @@ from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
 
-def test_a_hit_is_fetched_in_prefix_order_and_published_in_full() -> None:
-    planner, flags = planned(8, 2)
-    key = hit(planner, 1, "a", "b", "c")
-    assert run(planner) == [["a", "b"], ["c"]]
-    assert flags.count[key] == 3
-    assert key in flags.final
-    assert len(set(flags.slots[key].values())) == 3
-
-
 def test_an_order_may_have_fewer_blocks_than_the_lane_s_calls() -> None:
     planner, _ = planned(8, 4)
     hit(planner, 1, "a", "b", "c", "d", "e")
@@ -28,65 +19,6 @@ def test_over_a_slow_link_a_request_does_not_wait_for_the_next_one_s_blocks() ->
         hit(planner, 1, "a")
         hit(planner, 2, "b", "c", "d")
         assert len(ordered(planner, most=most).slots) == blocks
-
-
-def test_a_miss_is_published_at_once_without_an_order() -> None:
-    planner, flags = planned(8, 4)
-    key = hint(planner, 1, "a", "b", local=1)
-    planner.looked_up(key, 1)
-    assert run(planner) == []
-    assert flags.count[key] == 1
-    assert key in flags.final
-
-
-def test_a_shared_block_is_fetched_once_also_while_it_is_loading() -> None:
-    planner, flags = planned(8, 8)
-    one = hit(planner, 1, "a", "b")
-    order = ordered(planner)
-    two = hit(planner, 2, "a", "b", "c")
-    assert run(planner) == [["c"]]
-    assert flags.count.get(two, 0) == 0
-    returned(planner, order)
-    assert flags.count == {one: 2, two: 3}
-    assert [flags.slots[one][i] for i in (0, 1)] == [flags.slots[two][i] for i in (0, 1)]
-
-
-def test_the_asked_one_goes_before_priority_and_priority_before_arrival() -> None:
-    planner, _ = planned(8, 1)
-    hit(planner, 1, "first", priority=5)
-    hit(planner, 2, "urgent", priority=1)
-    planner.ask(hit(planner, 3, "asked", priority=9))
-    assert run(planner) == [["asked"], ["urgent"], ["first"]]
-
-
-def test_the_first_failed_block_ends_the_usable_prefix_and_frees_the_blocks_behind_it() -> None:
-    planner, flags = planned(8, 8)
-    key = hit(planner, 1, *"abcd")
-    run(planner, fail=frozenset({"c"}))
-    assert flags.count[key] == 2
-    assert key in flags.final
-    planner.finish(key)
-    gauges = planner.gauges()
-    assert gauges["blocks_pinned"] == 0
-    assert gauges["slots_free"] + gauges["slots_idle"] == 8
-
-
-def test_a_reset_forgets_every_block_and_ends_unclaimed_requests() -> None:
-    planner, flags = planned(4, 8)
-    kept, waiting = hit(planner, 1, "a"), hit(planner, 2, "b")
-    run(planner)
-    loading = hit(planner, 3, "c")
-    order = ordered(planner)
-    flags.claimed.add(kept)
-    assert {request.key for request in planner.reset()} == {waiting, loading}
-    returned(planner, order)
-    again = hit(planner, 4, "a", "b", "c")
-    assert run(planner) == [["a", "b", "c"]]
-    planner.finish(kept)
-    planner.finish(again)
-    gauges = planner.gauges()
-    assert gauges["slots_free"] + gauges["slots_idle"] == 4
-    assert gauges["blocks_pinned"] == 0
 
 
 def test_a_reset_ends_all_fetches_for_hints_before_it() -> None:
@@ -138,57 +70,6 @@ def test_staged_blocks_need_no_look_up_and_are_published_when_it_answers() -> No
     assert planner.requests[three].issued == 2
     planner.looked_up(three, 2)
     assert {one, three} <= flags.final
-
-
-def test_an_overdue_order_ends_its_requests_at_their_prefix_and_gives_its_slots_back_when_it_returns() -> None:
-    planner, flags = planned(4, 2)
-    hung, other = hit(planner, 1, *"abcd"), hit(planner, 2, *"abcx")
-    first, second = ordered(planner), ordered(planner)
-    returned(planner, first)
-    planner.overdue(second.number, 2)
-    assert run(planner) == []
-    assert flags.count == {hung: 2, other: 2}
-    assert flags.final == {hung, other}
-    later = hit(planner, 3, "c", "y", "z")
-    assert run(planner) == [], "both prefixes are wanted and two slots are stuck"
-    assert planner.gauges()["slots_stuck"] == 2
-    planner.finish(hung)
-    planner.finish(other)
-    assert run(planner) == [["c", "y"]], "fetched anew, to other slots, as far as there is room"
-    assert later in flags.final
-    returned(planner, second, now_ns=3)
-    planner.finish(later)
-    gauges = planner.gauges()
-    assert gauges["slots_stuck"] == gauges["blocks_pinned"] == 0
-    assert gauges["slots_free"] + gauges["slots_idle"] == 4
-
-
-def test_a_lost_slot_never_comes_back_and_the_others_do() -> None:
-    """Of a call that was past its deadline, and of one that failed in time."""
-    lost: set[int] = set()
-    planner, _ = planned(4, 2, lost)
-    keys = [hit(planner, 1, "a", "b"), hit(planner, 2, "c", "d")]
-    orders = [ordered(planner) for _ in keys]
-    lost.update({orders[0].slots[0], orders[1].slots[1]})
-    planner.overdue(orders[0].number, 1)
-    for order in orders:
-        returned(planner, order, ok=False)
-    for key in keys:
-        planner.finish(key)
-    assert (planner.gauges()["slots_lost"], planner.gauges()["slots_free"]) == (2, 2)
-    hit(planner, 3, "e", "f", "g")
-    assert sorted(ordered(planner).slots) == sorted(set(range(4)) - lost)
-    assert planner.next_order() is None
-
-
-def test_a_second_look_up_can_only_shorten() -> None:
-    planner, flags = planned(2, 1)
-    key = hit(planner, 1, "a", "b", "c")
-    order = ordered(planner)
-    planner.looked_up(key, 0)
-    returned(planner, order)
-    assert flags.count[key] == 1
-    assert key in flags.final
 
 
 def test_the_times_of_the_first_and_the_last_byte_are_those_of_fetches_for_this_request() -> None:

@@ -106,58 +106,6 @@ class Rig:
         self.flags.unclaim(key)
 
 
-def test_a_published_request_is_copied_and_then_named() -> None:
-    rig = Rig(4)
-    key = rig.staged(1, "a", "b", "c")
-    host = rig.flags.shows(key)
-    order = rig.promotions.next_order()
-    assert order is not None
-    assert order.slots == [(slot, HOST + at) for at, slot in enumerate(host)]
-    assert (rig.near(key), rig.promotions.gauges()["device_copies"]) == ([0], 3)
-    rig.promotions.copied(order.number, ok=True)
-    assert rig.flags.shows(key) == [HOST, HOST + 1, HOST + 2]
-    assert rig.promotions.next_order() is None
-
-
-def test_a_block_that_has_a_copy_or_gets_one_is_copied_once_for_all_requests() -> None:
-    rig = Rig(4)
-    first, second = rig.staged(1, "a", "b"), rig.staged(2, "a", "b", "c")
-    order = rig.promotions.next_order()
-    assert order is not None
-    assert len(order.slots) == 3
-    rig.promotions.copied(order.number, ok=True)
-    third = rig.staged(3, "a", "b")
-    assert rig.near(first, second, third) == [2, 3, 2]
-
-
-def test_the_first_requests_have_the_room_and_the_next_one_gets_it_when_they_end() -> None:
-    rig = Rig(4)
-    keys = [rig.staged(number, f"a{number}", f"b{number}") for number in range(4)]
-    rig.promote()
-    assert rig.near(*keys) == [2, 2, 0, 0]
-    rig.flags.claim(keys[0])
-    rig.promote()
-    assert rig.near(*keys) == [2, 2, 0, 0], "a claimed request may read its slots"
-    rig.finish(keys[0])
-    rig.promote()
-    assert rig.near(*keys[1:]) == [2, 2, 0]
-    assert rig.near(rig.staged(4, "a1", "b1")) == [2], "found again"
-
-
-def test_a_claimed_request_gets_no_copies() -> None:
-    """It has read its table: for others there is room."""
-    rig = Rig(2)
-    keys = [rig.staged(number, f"a{number}", f"b{number}") for number in range(2)]
-    order = rig.promotions.next_order()
-    assert order is not None
-    rig.flags.claim(keys[0])
-    rig.promotions.copied(order.number, ok=True)
-    assert rig.near(*keys) == [0, 0]
-    rig.finish(keys[0])
-    rig.promote()
-    assert rig.near(keys[1]) == [2]
-
-
 def test_a_request_that_has_other_blocks_by_then_does_not_name_a_copy() -> None:
     """With several KV groups a request that loses a block gets a shorter prefix, whose blocks have other numbers."""
     rig = Rig(2)
@@ -168,19 +116,6 @@ def test_a_request_that_has_other_blocks_by_then_does_not_name_a_copy() -> None:
     rig.planner.requests[key].held.reverse()
     rig.promotions.copied(order.number, ok=True)
     assert rig.flags.shows(key) == before
-
-
-def test_after_a_fault_tables_go_on_naming_what_was_copied_and_no_other_table_does() -> None:
-    rig = Rig(4, chunk=1)
-    key = rig.staged(1, "a", "b")
-    orders = [rig.promotions.next_order() for _ in range(2)]
-    for order, ok in zip(orders, (True, False), strict=True):
-        assert order is not None
-        rig.promotions.copied(order.number, ok=ok)
-    rig.promotions.close()
-    assert rig.near(key, rig.staged(2, "a", "b")) == [1, 0]
-    assert rig.promotions.next_order() is None
-    assert rig.promotions.gauges()["device_slots_free"] == 4
 
 
 def test_requests_that_ended_behind_one_that_waits_for_room_are_forgotten() -> None:

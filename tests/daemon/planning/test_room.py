@@ -6,19 +6,6 @@ from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
 
-def test_consumed_blocks_stay_until_their_room_is_needed() -> None:
-    planner, flags = planned(3, 8)
-    one = hit(planner, 1, "a", "b")
-    run(planner)
-    planner.finish(one)
-    again = hit(planner, 2, "a", "b")
-    assert run(planner) == []
-    assert flags.count[again] == 2
-    planner.finish(again)
-    hit(planner, 3, "x", "y", "z")
-    assert run(planner) == [["x", "y", "z"]]
-
-
 def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one() -> None:
     planner, flags = planned(2, 8)
     claimed, waiting = hit(planner, 1, "a"), hit(planner, 2, "b")
@@ -30,14 +17,6 @@ def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one(
     ordered(planner)
     assert flags.taken_back == [waiting]
     assert planner.requests[waiting].taken_back == 1
-
-
-def test_a_request_larger_than_the_staging_is_served_in_part() -> None:
-    planner, flags = planned(2, 8)
-    key = hit(planner, 1, *"abcd")
-    assert run(planner) == [["a", "b"]]
-    assert flags.count[key] == 2
-    assert key in flags.final
 
 
 def test_a_memory_hit_never_waits_behind_disk_loads() -> None:

@@ -23,6 +23,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
+PATIENT = ("--call-timeout-ms", "60000")
 
 # 64 GiB are more than most machines have: with this, the daemon reserves address space and no memory.
 SPARSE = """
@@ -53,18 +54,6 @@ def seen_unregister(store, address):
 
 staging.Segment.fill, Store.register, Store.unregister = slow_fill, slow_register, seen_unregister
 """
-
-
-@pytest.fixture
-def patched(serve: Serve, tmp_path: Path) -> Callable[[str, str], Daemon]:
-    """Starts a daemon with this staging, in which this code runs first."""
-
-    def start(code: str, staging: str) -> Daemon:
-        (tmp_path / "sitecustomize.py").write_text(code)
-        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-        return serve(staging=staging, env={"PYTHONPATH": path}, extra=("--call-timeout-ms", "60000"))
-
-    return start
 
 
 class Heartbeat:
@@ -135,9 +124,10 @@ def undisturbed(daemon: Daemon) -> Daemon:
 
 @pytest.mark.stress
 def test_64_gib_of_staging_that_come_and_go_keep_no_heartbeat_beyond_150_ms(
-    patched: Callable[[str, str], Daemon],
+    patched: Serve,
 ) -> None:
-    assert come_and_go(undisturbed(patched(SPARSE, "64GiB")), 20, block_bytes=2 << 20).longest_ms < 150
+    daemon = undisturbed(patched(SPARSE, staging="64GiB", extra=PATIENT))
+    assert come_and_go(daemon, 20, block_bytes=2 << 20).longest_ms < 150
 
 
 @pytest.mark.stress
@@ -184,9 +174,9 @@ def registering(daemon: Daemon, count: int) -> None:
 
 @pytest.mark.parametrize("while_it", ["fills", "registers"])
 def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
-    patched: Callable[[str, str], Daemon], auditor: Auditor, while_it: str
+    patched: Serve, auditor: Auditor, while_it: str
 ) -> None:
-    daemon = patched(SLOW, "192MiB" if while_it == "fills" else "16MiB")
+    daemon = patched(SLOW, staging="192MiB" if while_it == "fills" else "16MiB", extra=PATIENT)
     staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=1 << 20)
     before = of_engines(daemon.pid)
     with attaching(daemon) as engine:
@@ -207,11 +197,9 @@ def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
 
 
 @pytest.mark.parametrize("while_it", ["fills", "registers"])
-def test_a_daemon_that_stops_while_it_reserves_does_not_finish_it_first(
-    patched: Callable[[str, str], Daemon], while_it: str
-) -> None:
+def test_a_daemon_that_stops_while_it_reserves_does_not_finish_it_first(patched: Serve, while_it: str) -> None:
     """The reservation would take 25 s."""
-    daemon = patched(SLOW, "2000MiB" if while_it == "fills" else "16MiB")
+    daemon = patched(SLOW, staging="2000MiB" if while_it == "fills" else "16MiB", extra=PATIENT)
     with attaching(daemon):
         eventually(lambda: mapped(daemon) > 0, 20, "its memory")
         if while_it == "registers":
@@ -222,9 +210,9 @@ def test_a_daemon_that_stops_while_it_reserves_does_not_finish_it_first(
     assert not registered(daemon)
 
 
-def test_engines_attach_at_the_same_time(patched: Callable[[str, str], Daemon]) -> None:
+def test_engines_attach_at_the_same_time(patched: Serve) -> None:
     """Each takes 2.6 s alone: 32 slices and a registration."""
-    daemon = patched(SLOW, "128MiB")
+    daemon = patched(SLOW, staging="128MiB", extra=PATIENT)
     staying, heartbeat = FakeEngine(daemon.socket, engine_id="staying", prefix="staying"), Heartbeat()
     engines = [FakeEngine(daemon.socket, engine_id=f"{i}", prefix=f"{i}", attach=False) for i in range(4)]
     began = time.monotonic()

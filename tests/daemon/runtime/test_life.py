@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -17,26 +18,12 @@ from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
-from tests.support.auditor import Auditor, ask_daemon, control_segments
+from tests.support.auditor import Auditor, ask_daemon
 from tests.support.command import cpu_s
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
-
-
-def test_a_daemon_killed_in_mid_run_leaves_nothing_and_the_engine_reads_gone(serve: Serve, auditor: Auditor) -> None:
-    daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    assert len(control_segments(daemon.pid)) == 1
-    daemon.sigkill()
-    assert engine.scheduler.recv(1) == b""
-    engine.liveness.peer_is_gone()
-    assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE
-    engine.close()
-    auditor.assert_nothing_left()
-    again = serve()
-    FakeEngine(again.socket).close()
 
 
 def test_sigterm_stops_cleanly_while_an_engine_is_attached(serve: Serve) -> None:
@@ -64,7 +51,9 @@ def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) ->
 
 
 @pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
-def test_with_a_disk_the_data_is_there_after_a_restart(serve: Serve, tmp_path: Path, end: str) -> None:
+def test_with_a_disk_the_data_is_there_after_a_restart(
+    serve: Serve, auditor: Auditor, tmp_path: Path, end: str
+) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = serve(disk=disk)
     engine = FakeEngine(daemon.socket)
@@ -80,7 +69,9 @@ def test_with_a_disk_the_data_is_there_after_a_restart(serve: Serve, tmp_path: P
         # The disk promises the values that it has written (daemon/store/embedded.py): after a heartbeat of a second.
         eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == 40, 8, "the files")
         daemon.sigkill()
+        assert engine.scheduler.recv(1) == b""
     engine.close()
+    auditor.assert_nothing_left()
     again = serve(disk=disk)
     engine = FakeEngine(again.socket)
     found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
@@ -90,6 +81,7 @@ def test_with_a_disk_the_data_is_there_after_a_restart(serve: Serve, tmp_path: P
     assert engine.disk_blocks == 0, "now they came from staging"
     line = eventually(lambda: [e for e in again.records("request.done") if e["outcome"] == "loaded"])[0]
     assert line["bytes_disk"] == 40 * BLOCK_BYTES
+    assert [text for text in again.lines if re.match(r"I\d{4} ", text)] == [], "Mooncake's lines for information"
 
 
 def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_again(

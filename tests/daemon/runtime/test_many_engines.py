@@ -65,15 +65,12 @@ class Paced:
 
     def _take(self, key: Key, known: dict[bytes, bytes] | None, since_s: float, now_s: float) -> None:
         self.waits_s.append(now_s - since_s)
-        flag = self._engine.flag(key)
-        if not flag.count or not self._engine.move(key, FlagState.CLAIMED):
+        values = self._engine.take(key) if self._engine.flag(key).count else None
+        if values is None:
             self._engine.cancel(key, records.Outcome.MISS)
             return
         assert known is not None, "a hit that nobody stored"
-        values = [self._engine.read(slot) for slot in self._engine.slots(key)]
         assert values == list(known.values())[: len(values)]
-        assert self._engine.move(key, FlagState.RELEASED)
-        self._engine.done(key, loaded=flag.count)
         self.hits += 1
 
     def end(self) -> None:

@@ -53,8 +53,9 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
         with closing(Daemon(memory="16MiB", staging="1MiB", extra=extra)) as daemon:
             daemon.launch()
             assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"
-            assert daemon.records("daemon.failed")
+            [failed] = daemon.records("daemon.failed")
     (line,) = (line for line in daemon.lines if line.startswith("kvprefetchd: "))
+    assert line.endswith(failed["error"])
     assert f"{key}: cannot be bound: Address already in use: " in line
     assert f"{key}={port}" in line
     assert cure in line

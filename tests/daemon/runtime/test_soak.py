@@ -82,11 +82,7 @@ class Soaked:
                 self._engine.cancel(key, records.Outcome.MISS)
                 continue
             assert known is not None, "a hit that nobody stored"
-            assert self._engine.move(key, FlagState.CLAIMED)
-            values = [self._engine.read(slot) for slot in self._engine.slots(key)]
-            assert values == list(known.values())[: len(values)]
-            assert self._engine.move(key, FlagState.RELEASED)
-            self._engine.done(key, loaded=flag.count)
+            assert self._engine.take(key) == list(known.values())[: flag.count]
             self.hits += 1
 
 

@@ -6,11 +6,9 @@ import hashlib
 import io
 import json
 import re
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import ask_daemon
 from tests.support.fake_engine import FakeEngine
+from tests.support.telemetry import answering
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -112,6 +111,8 @@ def test_a_disk_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., 
     last = known(daemon, lambda store: store.disk_evictions > 0)
     assert last.disk_used_bytes <= 16 * MIB
     eventually(lambda: "made room " in said(daemon, "status"), what="the next picture")
+    time.sleep(2 * fill.PERIOD_S)  # until nothing changes any more
+    assert 0 < sum(file.stat().st_blocks * 512 for file in (tmp_path / "disk").rglob("*")) <= 20 * MIB
     engine.close()
 
 
@@ -134,34 +135,6 @@ def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: 
         eventually(lambda: not [name for name, _ in scrape(port) if "store_used" in name], what="the next exposition")
         assert "store: " not in said(daemon, "status")
     known(daemon, lambda _: True)
-
-
-@contextmanager
-def answering(answer: bytes, *, close: bool = True) -> Iterator[str]:
-    """host:port of what gives everyone this answer, and then hangs up or stays."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        kept = []
-
-        def serve() -> None:
-            while True:
-                try:
-                    client, _ = server.accept()
-                except OSError:
-                    return
-                client.recv(1000)
-                client.sendall(answer)
-                if close:
-                    client.close()
-                else:
-                    kept.append(client)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-        for client in kept:
-            client.close()
 
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"

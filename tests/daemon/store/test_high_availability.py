@@ -114,11 +114,7 @@ class Traffic:
         if not flag.count:
             engine.cancel(key, Outcome.MISS)
             return False
-        assert engine.move(key, FlagState.CLAIMED)
-        came = [engine.read(slot) for slot in engine.slots(key)]
-        assert came == list(values.values())[: flag.count]
-        assert engine.move(key, FlagState.RELEASED)
-        engine.done(key, loaded=flag.count)
+        assert engine.take(key) == list(values.values())[: flag.count]
         return flag.count == len(values)
 
     def run(self, over: Callable[[], object]) -> None:

@@ -113,33 +113,6 @@ def test_requests_behind_a_node_that_is_frozen_wait_for_it_once_and_those_of_oth
     engine.close()
 
 
-def test_a_master_that_is_frozen_makes_hundreds_of_hints_misses_together_and_is_found_again(
-    serve: Callable[..., Daemon], cluster: Store, auditor: Auditor
-) -> None:
-    daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
-    engine = FakeEngine(daemon.socket)
-    values = blocks("there", 4)
-    engine.save(values)
-    eventually(lambda: engine.load(list(values)), what="a hit")
-    with frozen(cluster.master_pid):
-        keys = [engine.hint(list(blocks(f"master-{number}", 2))) for number in range(300)]
-        started = time.monotonic()
-        for key in keys:
-            assert engine.settled(key, ANSWER_S).count == 0
-        assert time.monotonic() - started < ANSWER_S, "one question's deadline for all, not one for each"
-        for key in keys:
-            engine.cancel(key)
-        late = engine.hint(list(blocks("late", 2)))
-        assert engine.settled(late, ANSWER_S).count == 0
-        engine.cancel(late)
-    eventually(lambda: daemon.records("store.recovered"), 30, "the probe's answer")
-    other = blocks("after", 2)
-    engine.save(other)
-    assert eventually(lambda: engine.load(list(other)), 30, "a hit") == list(other.values())
-    auditor.assert_idle(daemon.pid, daemon.socket)
-    engine.close()
-
-
 def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
     daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
     engine = FakeEngine(daemon.socket)

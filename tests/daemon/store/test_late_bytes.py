@@ -1,17 +1,15 @@
 """Transfers that Mooncake gives up and that go on: their bytes arrive late, and never in memory in use again.
 
 A real cluster of two storage nodes; SIGSTOP holds one up. The gets are Mooncake's own: a read that sleeps gives nothing
-up (test_sleeping_reads_real.py). Mooncake gives up after 60 s of CLOCK_REALTIME: the tests of
-the default run step that clock of the daemon's process (tests/support/clock_shift.c), the stress test waits.
+up (test_sleeping_reads_real.py). Mooncake gives up after 60 s of CLOCK_REALTIME: the test steps that clock of the
+daemon's process (tests/support/clock_shift.c).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -157,47 +155,3 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
     for each in (engine, worn, anew):
         each.close()
     assert daemon.sigterm(30) == 0
-
-
-@pytest.mark.stress
-def test_bytes_that_come_late_by_the_true_clock(serve: Callable[..., Daemon], tmp_path: Path) -> None:
-    """A little comes every 20 s: Mooncake ends a connection after 30 s without progress, and a get after 60 s."""
-    size = 64 << 20
-    digests = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
-    warm, late, *fine = ({digest: digest * (size // 32)} for digest in digests)
-    with Store(memory="256 MB", nodes=2) as cluster:
-        for node, values in ((0, warm), (0, late), (1, fine[0]), (1, fine[1])):
-            put(cluster, node, values)
-        daemon = serve(memory=None, mooncake_config=blocking(cluster, tmp_path), staging=str(3 * size))
-        engine = FakeEngine(daemon.socket, block_bytes=size, saves=False)
-        assert engine.load(list(warm)) == list(warm.values())
-        first = next(iter(late))[0]
-        starts = range(0, size, 1 << 16)
-
-        def arrived() -> int:
-            """How much of the late value lies in the one slot that has its beginning, in pieces of 64 KiB."""
-            memory = engine.staging[0].buffer
-            slots = [at for at in range(0, 3 * size, size) if memory[at] == first]
-            return sum(memory[slots[0] + start] == first for start in starts) if slots else 0
-
-        with frozen(cluster.node_pid):
-            key = engine.hint(list(late))
-            eventually(lambda: running(daemon, "fetch"), what="the fetch")
-            time.sleep(0.3)
-            for last in (False, False, True):
-                with frozen(daemon.pid):  # a get that waits would spin
-                    time.sleep(20.5)
-                before = arrived()
-                if not last:
-                    os.kill(cluster.node_pid, signal.SIGCONT)
-                    eventually(lambda before=before: arrived() > before, what="progress")
-                    os.kill(cluster.node_pid, signal.SIGSTOP)
-                    time.sleep(0.2)
-            assert engine.settled(key, 30).count == 0
-            engine.cancel(key)
-            eventually(lambda: numbers(daemon, engine)["slots_lost"] == 1, 30, "the end of the call")
-            assert 0 < arrived() < len(starts), "stopped within the value"
-            _, slots = claim(engine, [digest for values in fine for digest in values])
-        eventually(lambda: holds(engine, late), 30, "the late bytes")
-        assert [engine.read(slot) for slot in slots] == [value for values in fine for value in values.values()]
-        engine.close()

@@ -11,12 +11,11 @@ import pytest
 
 from kvprefetch.daemon.store.fill import StoreFill
 from tests.daemon.store.test_fill import MIB, known, said, save
-from tests.daemon.stores import another_client, blocks, stored
+from tests.daemon.stores import another_client, blocks, request_line, stored
 from tests.lab.daemon import Daemon, Record
 from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd
 from tests.support.fake_engine import FakeEngine
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.store
 
@@ -24,11 +23,7 @@ pytestmark = pytest.mark.store
 def nowhere(engine: FakeEngine, daemon: Daemon, digests: list[bytes], name: str) -> Record:
     """Ask for blocks that are not there; the request's line."""
     assert engine.load(digests, name=name) is None
-
-    def line() -> Record | None:
-        return next((each for each in daemon.records("request.done") if each["request_id"] == name), None)
-
-    return eventually(line, what="the request's line")
+    return request_line(daemon, name)
 
 
 def test_a_value_that_is_gone_without_an_eviction_is_counted_as_lost(

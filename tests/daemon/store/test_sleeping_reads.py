@@ -31,32 +31,9 @@ def test_values_of_several_nodes_come_without_a_get_of_mooncake_s(monkeypatch: P
     assert model.blocking == [["gone"]]
 
 
-def test_a_value_of_another_size_is_not_read(monkeypatch: Patch) -> None:
-    model = made("a")
-    store = opened(model, monkeypatch, Sleeper(model))
-    model.put("short", b"s" * (SIZE - 1), ("a", 0))
-    model.put("long", b"l" * (SIZE + 1), ("a", 2 * SIZE))
-    assert store.get_into(["short", "long"], [0, SIZE], [SIZE] * 2) == [ErrorClass.FOREIGN] * 2
-    assert not model.begun
-
-
-@pytest.mark.parametrize(("lasted", "result"), [(0.85, OK), (0.95, AGAIN)])
-def test_what_arrives_at_the_end_of_the_lease_or_later_does_not_count(
-    monkeypatch: Patch, lasted: float, result: ErrorClass
-) -> None:
-    model = made("a")
-
-    def crawl() -> None:
-        model.clock.ns += int(lasted * LEASE_NS)
-
-    store = opened(model, monkeypatch, Sleeper(model, crawl))
-    model.put("k", b"k" * SIZE, ("a", 0))
-    assert store.get_into(["k"], [0], [SIZE]) == [result]
-
-
-@pytest.mark.parametrize(("asked", "result"), [(0.4, OK), (0.6, AGAIN)])
+@pytest.mark.parametrize(("asked", "result"), [(0.45, OK), (0.55, AGAIN)])
 def test_the_lease_counts_from_before_the_question(monkeypatch: Patch, asked: float, result: ErrorClass) -> None:
-    """The master may have granted it at any time while the question was under way."""
+    """The master may have granted it at any time while the question was under way. At its end nothing counts."""
     model = made("a")
     ask = model.batch_get_replica_desc
 
@@ -71,29 +48,6 @@ def test_the_lease_counts_from_before_the_question(monkeypatch: Patch, asked: fl
     monkeypatch.setattr(model, "batch_get_replica_desc", slowly)
     model.put("k", b"k" * SIZE, ("a", 0))
     assert store.get_into(["k"], [0], [SIZE]) == [result]
-
-
-def test_a_read_that_was_given_up_returns_when_its_last_transfer_has_ended(monkeypatch: Patch) -> None:
-    """Until then its slots may be written; what failed says so, and what arrived may be used by nobody but counts."""
-    model, get = made("a", "b"), Get()
-
-    def stop() -> None:
-        model.nodes["a"].state, get.late = "stopped", True
-
-    def hour() -> None:
-        model.clock.ns += 3600 * 10**9
-
-    def die() -> None:
-        model.nodes["a"].state = "dead"
-
-    sleeper = Sleeper(model)
-    sleeper.steps = [stop, *[sleeper.all] * 50, hour, sleeper.all, die]
-    store = opened(model, monkeypatch, sleeper)
-    model.put("k", b"k" * SIZE, ("a", 0))
-    model.put("other", b"o" * SIZE, ("b", 0))
-    assert store.get_into(["k", "other"], [0, SIZE], [SIZE] * 2, get) == [TRANSFER, AGAIN]
-    assert sleeper.slept > 53
-    assert not model.transfers
 
 
 def test_a_read_that_is_given_up_begins_nothing_more(monkeypatch: Patch) -> None:

@@ -160,20 +160,6 @@ def test_should_call_a_put_done_only_when_its_owner_has_the_bytes(
             assert put.result(30) == [ErrorClass.OK]
 
 
-def test_should_not_count_what_it_read_while_the_value_was_removed(joined: Joined) -> None:
-    """Its memory may hold another value by then: Mooncake says that all bytes arrived."""
-    cluster, store, base = joined
-    store.put_from(["torn@00"], [base], [PAGE])
-    assert store.get_into(["torn@00"], [base], [PAGE]) == [ErrorClass.OK]
-    with ThreadPoolExecutor() as pool:
-        with frozen(cluster.node_pid):
-            get = pool.submit(store.get_into, ["torn@00"], [base], [PAGE])
-            wait([get], 0.5)
-            assert store.remove(["torn@00"]) == (1, 0)
-            assert not get.done()
-        assert get.result(30) == [ErrorClass.MISS]
-
-
 def test_should_not_count_what_another_client_of_an_embedded_master_removed_while_it_was_read(tmp_path: Path) -> None:
     """Others may know a port that is configured. Our own memory, too, holds other values after a removal."""
     (port,) = free_ports(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,11 +53,9 @@ def test_what_a_client_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize("untried", [False, True])
-def test_a_daemon_says_so_at_its_start_and_serves(serve: Callable[..., Daemon], tmp_path: Path, untried: bool) -> None:
+def test_a_daemon_says_so_at_its_start_and_serves(patched: Callable[..., Daemon], untried: bool) -> None:
     """Once, with the version that is installed."""
     plant = "import sys\nfrom kvprefetch.daemon.store import window\nwindow.TRIED = ('0.0.1',)\n" if untried else ""
-    (tmp_path / "sitecustomize.py").write_text(plant)
-    daemon = serve(env={"PYTHONPATH": str(tmp_path)})
-    said: list[dict[str, Any]] = daemon.records("mooncake.untried")
+    said: list[dict[str, Any]] = patched(plant).records("mooncake.untried")
     assert len(said) == untried
     assert all("tried=0.0.1" in each["error"] for each in said)

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
 from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
-from tests.support.ordinary import AS_NOBODY
 from tests.support.telemetry import get
 from tests.support.waiting import eventually
 
@@ -172,11 +170,10 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
 STALL = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))\n"
 
 
-def test_commands_and_the_http_server_answer_while_the_loop_hangs(serve: Serve, tmp_path: Path) -> None:
+def test_commands_and_the_http_server_answer_while_the_loop_hangs(patched: Serve) -> None:
     """From the last picture, within seconds, with the engine that is attached."""
-    (tmp_path / "sitecustomize.py").write_text(STALL)
     (port,) = free_ports(1)
-    daemon = serve(env={"PYTHONPATH": str(tmp_path)}, extra=("--metrics-port", str(port)))
+    daemon = patched(STALL, extra=("--metrics-port", str(port)))
     FakeEngine(daemon.socket, engine_id="attached")
     at = ("--socket", str(daemon.socket))
     eventually(lambda: status_in_picture(daemon).get("engines"), 30, "the engine")
@@ -204,14 +201,3 @@ def test_it_has_no_request_ids(serve: Serve) -> None:
     assert b"named" in content
     assert b"a-secret-request" not in content
     assert json.loads(kvprefetchd("status", "--json", "--socket", daemon.socket).stdout)["outcomes"]["aborted"] == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to ask as another user")
-def test_another_user_without_the_group_asks_the_socket(serve: Serve, tmp_path: Path) -> None:
-    daemon = serve(extra=("--socket-mode", "0666", "--allow-uids", "65534"))
-    FakeEngine(daemon.socket, engine_id="root-s")
-    daemon.socket.parent.chmod(0o755)
-    command = [*AS_NOBODY, sys.executable, "-m", "kvprefetch.daemon", "status", "--socket", str(daemon.socket)]
-    seen = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "root-s" not in seen
-    assert "and 1 more engine" in seen

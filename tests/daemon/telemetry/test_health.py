@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.telemetry import web
 from kvprefetch.daemon.telemetry.health import CALL_HEALTHY_S, LOOP_HEALTHY_S
 from kvprefetch.daemon.telemetry.snapshot import LOST_NS, Snapshot
-from kvprefetch.daemon.telemetry.web import MetricsServer
-from tests.lab.process import free_ports
-from tests.support.telemetry import get, picture
+from tests.support.telemetry import get, picture, served
 
 
 @pytest.mark.parametrize(
@@ -51,42 +47,11 @@ def test_what_a_restart_does_not_mend_is_no_reason_for_one(call: str) -> None:
 
 def test_health_is_the_status_over_http() -> None:
     """503 of /healthz is the restart that is due."""
-    (port,) = free_ports(1)
     seen = [picture()]
-    server = MetricsServer("127.0.0.1", port, lambda: seen[0])
-    try:
+    with served(lambda: seen[0]) as port:
         for age_s, statuses in ((0, (200, 200)), (3, (503, 200)), (LOOP_HEALTHY_S + 1, (503, 503))):
             seen[0] = picture(age_s)
             assert (get(port, "/readyz")[0], get(port, "/healthz")[0]) == statuses
-    finally:
-        server.close()
-
-
-def test_clients_that_do_not_finish_their_request_keep_nobody_out() -> None:
-    """Also those that send a byte now and then: when all places are taken, the oldest one goes."""
-    (port,) = free_ports(1)
-    server = MetricsServer("127.0.0.1", port, picture)
-    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(web.MAX_CLIENTS)]
-    try:
-        for each in slow:
-            each.sendall(b"GET /healthz HT")
-        assert get(port, "/healthz", timeout_s=3)[0] == 200, "the oldest made room"
-
-        def gone(each: socket.socket) -> bool:
-            try:
-                each.sendall(b"x")
-                return each.recv(1, socket.MSG_DONTWAIT) == b""
-            except BlockingIOError:
-                return False
-            except OSError:
-                return True
-
-        assert gone(slow[0])
-        assert not gone(slow[-1])
-    finally:
-        server.close()
-        for each in slow:
-            each.close()
 
 
 @pytest.mark.parametrize(("is_open", "problem"), [(False, "is not open"), (True, "does not answer")])

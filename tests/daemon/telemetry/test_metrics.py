@@ -28,7 +28,7 @@ from tests.lab.process import free_ports
 from tests.support import documents
 from tests.support.auditor import ask_daemon
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
-from tests.support.telemetry import get, picture, sample
+from tests.support.telemetry import get, picture, sample, served
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -248,11 +248,8 @@ def test_a_server_without_clients_ends_at_once() -> None:
 
 
 def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
-    server = MetricsServer(address[0], address[1], picture)
-    before = threading.active_count()
-    try:
+    with served() as port:
+        address, before = ("127.0.0.1", port), threading.active_count()
         for _ in range(20):
             with socket.create_connection(address) as leaves:
                 leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
@@ -261,25 +258,17 @@ def test_clients_that_leave_or_say_nothing_cost_no_traceback_and_no_thread(capfd
         silent = [socket.create_connection(address) for _ in range(MAX_CLIENTS + 20)]
         assert time.monotonic() - came < 3, "nobody's packets were dropped, to be sent again after 1, 3, 7 seconds"
         assert silent[0].recv(1) == b"", "beyond the bound"
-        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics") as page:
-            assert page.status == 200
+        assert get(port, "/metrics")[0] == 200
         assert threading.active_count() == before
         for each in silent:
             each.close()
-    finally:
-        server.close()
     assert capfd.readouterr().err == ""
 
 
 def test_requests_behind_the_first_one_of_a_connection_cost_nothing() -> None:
     """A client that never reads its answers holds neither a thread nor their bytes."""
-    (port,) = free_ports(1)
-    server = MetricsServer("127.0.0.1", port, picture)
-    try:
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * 50)
-            client.settimeout(10)
-            answers = b"".join(iter(lambda: client.recv(65536), b""))
-        assert answers.count(b"HTTP/1.1 200 OK") == 1
-    finally:
-        server.close()
+    with served() as port, socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * 50)
+        client.settimeout(10)
+        answers = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200 OK") == 1

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.attach import Reset
 from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import FlagState, Outcome, RecordKind
-from tests.daemon.stores import blocks
+from tests.daemon.stores import blocks, request_line
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.support.fake_engine import FakeEngine
@@ -91,15 +90,6 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
     engine.close()
 
 
-def test_a_corrupt_engine_s_requests_are_logged(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="corrupted")
-    engine.settled(engine.hint(list(blocks("corrupted", 3)), name="corrupted"))
-    engine.words.store_release(Line.TAIL, 64 * 1024 * 1024 * 1024)
-    engine.bell.ring()
-    assert outcomes_of(shared_daemon, "corrupted") == {"corrupted": ["engine_corrupt"]}
-    engine.close()
-
-
 def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="taken")
     groups = [blocks(f"taken-{i}", 150) for i in range(2)]  # 192 slots are there for fetches
@@ -121,7 +111,7 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     assert outcomes_of(shared_daemon, "near") == {"near": ["aborted"]}
     send_message(engine.scheduler, Reset(reset_generation=1, weights="1" * 32))
     assert outcomes_of(shared_daemon, "far") == {"far": ["reset"]}
-    [line] = [line for line in shared_daemon.records("request.done") if line["request_id"] == "far"]
+    line = request_line(shared_daemon, "far")
     assert line["taken_back"] == 1
     assert line["bytes"] > 150 * engine.spec.block_bytes, "what was fetched again counts again"
     assert receive_message(engine.scheduler)

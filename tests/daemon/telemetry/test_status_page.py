@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import re
 import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,25 +17,14 @@ import pytest
 from kvprefetch.daemon.store.fill import StoreFill
 from kvprefetch.daemon.telemetry import overview, status_page
 from kvprefetch.daemon.telemetry.board import Picture
-from kvprefetch.daemon.telemetry.web import MetricsServer
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
 from tests.support.fake_engine import FakeEngine
-from tests.support.telemetry import picture
+from tests.support.telemetry import picture, served
 from tests.support.waiting import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<script>document.title='owned'</script><img src=http://203.0.113.1/x onerror=alert(1)>\x1b[2J\"'&"
-WINDOWS = [(width, scheme) for width in (360, 800, 1400) for scheme in ("light", "dark")]
-# Shows the page in windows of these widths, and says of each: its width, how far its elements reach, and its colour.
-FRAMES = """<!doctype html><body><script>
-addEventListener("load", () => { document.body.textContent = [...document.querySelectorAll("iframe")].map(frame => {
-  const page = frame.contentDocument, ends = [...page.querySelectorAll("*")].map(
-    each => each.getBoundingClientRect().left + Math.max(each.getBoundingClientRect().width, each.scrollWidth));
-  return [frame.clientWidth, Math.ceil(Math.max(...ends)), getComputedStyle(page.body).color].join(" ");
-}).join(";"); });
-</script>"""
-FRAME = '<iframe style="border: 0; width: {}px; height: 900px; color-scheme: {}" srcdoc="{}"></iframe>'
 FILL = {"memory_used_bytes": 512 << 20, "memory_bytes": 1 << 30}
 
 
@@ -66,16 +53,6 @@ def shown(*engines: dict[str, int | str], store_open: bool = True) -> Picture:
         rates={"memory": {"now": 1.5 * (1 << 20)}},
         store=StoreFill().model_dump() | FILL,
     )
-
-
-@contextmanager
-def served(seen: Picture) -> Iterator[str]:
-    (port,) = free_ports(1)
-    server = MetricsServer("127.0.0.1", port, lambda: seen)
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.close()
 
 
 def hostile() -> Picture:
@@ -129,7 +106,8 @@ def test_names_from_elsewhere_become_no_markup() -> None:
 
 
 def test_the_page_is_read_only_and_lets_nothing_in() -> None:
-    with served(hostile()) as url:
+    with served(hostile) as port:
+        url = f"http://127.0.0.1:{port}/"
         with urllib.request.urlopen(url) as answer:
             policy = answer.headers["Content-Security-Policy"]
             assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -164,23 +142,10 @@ def browse(folder: Path, url: str, *options: str) -> subprocess.CompletedProcess
 
 @pytest.mark.stress
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_a_browser_cuts_nothing_in_a_window_of_any_size(tmp_path: Path) -> None:
-    """On a telephone, a tablet and a screen no element reaches beyond the window, and the colours are the scheme's."""
-    page = status_page.page(hostile()).decode()
-    frames = tmp_path / "frames.html"
-    frames.write_text(FRAMES + "".join(FRAME.format(*window, html.escape(page)) for window in WINDOWS))
-    said = browse(tmp_path / "profile", frames.as_uri(), "--dump-dom", "--window-size=1500,900").stdout
-    found = re.findall(r"(\d+) (\d+) (rgb\([\d, ]+\))", said)
-    assert [int(width) for width, _, _ in found] == [width for width, _ in WINDOWS], said
-    assert [(width, reach) for width, reach, _ in found if int(reach) > int(width)] == []
-    assert [colour for _, _, colour in found] == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"] * 3
-
-
-@pytest.mark.stress
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_it_and_runs_nothing(tmp_path: Path) -> None:
     """Headless Chromium: its console is silent, the style applies, and no name from elsewhere became an element."""
-    with served(hostile()) as url:
+    with served(hostile) as port:
+        url = f"http://127.0.0.1:{port}/"
         page = browse(tmp_path, url, "--dump-dom")
         assert ":CONSOLE" not in page.stderr
         assert "<title>kvprefetchd: ready</title>" in page.stdout

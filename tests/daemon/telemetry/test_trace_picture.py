@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,8 @@ import pytest
 
 from kvprefetch.daemon.telemetry import trace_picture
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
-from tests.daemon.stores import blocks
-from tests.lab.daemon import Daemon
 from tests.support.command import kvprefetchd
-from tests.support.fake_engine import FakeEngine
 from tests.support.log_lines import problems
-from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -236,41 +230,3 @@ def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path, monkeyp
     for command, expected in commands:
         result = kvprefetchd(*command.split())
         assert result.stdout.strip() == expected.strip(), f"what `kvprefetchd {command}` prints has changed"
-
-
-def test_a_request_of_a_real_daemon_is_explained(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="explained")
-    values = blocks("explained", 12)
-    engine.save(values)
-    eventually(lambda: engine.load(list(values), name="first"), what="a hit")
-    engine.load(list(values) + list(blocks("absent", 2)), local=1, name="to-explain")
-    eventually(lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "to-explain"])
-    result = explain("to-explain", given="\n".join(shared_daemon.lines))
-    assert result.returncode == 0, result
-    assert "14 blocks (449 tokens): 1 local, 11 more in the store, 2 nowhere; 11 loaded" in result.stdout
-    assert "its blocks were staged already" in result.stdout
-    engine.close()
-
-
-def test_a_miss_that_was_answered_while_the_engine_s_step_went_on_is_told_as_such(shared_daemon: Daemon) -> None:
-    engine = FakeEngine(shared_daemon.socket, prefix="unseen")
-    asked_ns = time.monotonic_ns()
-    key = engine.hint(list(blocks("unseen", 2)), name="unseen-answer")
-    engine.settled(key)
-    answered_ns = time.monotonic_ns()
-    time.sleep(max(0.3, 2 * (answered_ns - asked_ns) / 1e9))  # the step
-    assert engine.move(key, FlagState.CANCELLED)
-    waited_ns = time.monotonic_ns() - asked_ns
-    done = Done(key[0], key[1], Outcome.MISS, 0, 0, asked_ns, waited_ns, 0, 0)
-    engine.push(RecordKind.DONE, encode_done(done))
-    engine.flags.give_back(key[0])
-    (line,) = eventually(
-        lambda: [e for e in shared_daemon.records("request.done") if e["request_id"] == "unseen-answer"]
-    )
-    assert 250 < line["unseen_ms"] <= line["exposed_ms"] < waited_ns / 1e6 + 1
-    result = explain("unseen-answer", given="\n".join(shared_daemon.lines))
-    assert result.returncode == 0, result
-    assert "Its answer, a miss, came " in result.stdout
-    assert "the request waited for the engine, not for the store." in result.stdout
-    assert trace_picture.UNSEEN in result.stdout
-    engine.close()
