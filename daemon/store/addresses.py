@@ -50,22 +50,22 @@ def endpoints(address: str) -> list[tuple[str, int] | None]:
     return [split(re.sub(r"^(?:https?|redis)://|/.*$", "", each)) for each in several]
 
 
-def wrong_master(address: str) -> str | None:
-    """Say what is wrong with a master's address; None: nothing."""
+def master(address: str) -> str:
+    """Return the address of a master. Raises ValueError."""
     kind = elected(address)
     if split(address) is not None or kind in ("redis", "k8s") or (kind == "etcd" and None not in endpoints(address)):
-        return None
-    return (
+        return address
+    raise ValueError(
         "must be host:port, with a port of 1 to 65535 ([…]:port for IPv6), or of masters with high availability "
         "etcd://host:port;host:port;…, redis://… or k8s://…"
     )
 
 
-def wrong_metadata(address: str) -> str | None:
-    """Say what is wrong with a metadata server's address; None: nothing."""
-    if address == P2P or split(address) is not None or _METADATA.fullmatch(address):
-        return None
-    return f"must be {P2P}, http://HOST:PORT/metadata or etcd://HOST:PORT"
+def metadata(address: str) -> str:
+    """Return the address of a metadata server, by default none. Raises ValueError."""
+    if address in ("", P2P) or split(address) is not None or _METADATA.fullmatch(address):
+        return address or P2P
+    raise ValueError(f"must be {P2P}, http://HOST:PORT/metadata or etcd://HOST:PORT")
 
 
 def unreached(address: str, timeout_s: float) -> str | None:

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+
+from ...shmring.wire.checks import Packet, first_error
 from . import addresses
 
-_TEXTS = {
-    "metadata_server": "",
-    "master_server_address": "",
-    "protocol": "rdma",
-    "device_name": "",
-    "mode": "embedded",
-    "tenant_id": "default",
-}
-_KEYS = (*_TEXTS, "global_segment_size", "local_buffer_size", "enable_offload")
 _NO_TRANSPORT = ("", "rpc_only")  # Mooncake ends the process with the second
 _LEGACY_TCP = "MC_TCP_PROTO"
 
 
 class SettingsError(ValueError):
     """A setting is wrong; one line that names the key, its value and the bound."""
+
+
+def _protocol(name: str) -> str:
+    if name in _NO_TRANSPORT:
+        raise ValueError("moves no bytes: should be tcp, rdma or another")
+    return name
+
+
+def size_of(value: object) -> int:
+    """Return a size; "4GB" is 4 GiB here. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([gmk]?b)?\s*", str(value).lower())
+    if match is None:
+        raise ValueError("should be bytes or a size such as '4GB'")
+    return int(Decimal(match[1]) * (1 << 10 * "bkmg".index((match[2] or "b")[0])))
+
+
+_Size = Annotated[int, BeforeValidator(size_of)]
+
+
+class _File(Packet):
+    """The keys of the JSON file."""
+
+    metadata_server: Annotated[str, AfterValidator(addresses.metadata)] = addresses.P2P
+    master_server_address: Annotated[str, AfterValidator(addresses.master)]
+    protocol: Annotated[str, AfterValidator(_protocol)] = "rdma"
+    device_name: str = ""
+    mode: Literal["embedded", "standalone-store"] = "embedded"
+    tenant_id: str | None = None
+    global_segment_size: Annotated[_Size, Field(validate_default=True)] = 4 << 30
+    local_buffer_size: Annotated[_Size, Field(ge=1)] = 4 << 30
+    enable_offload: bool = False
+
+    @field_validator("global_segment_size")
+    @classmethod
+    def _of_mode(cls, size: int, info: ValidationInfo) -> int:
+        if (size == 0) != (info.data.get("mode") == "standalone-store"):
+            raise ValueError("should be 0 in mode standalone-store, above 0 in mode embedded")
+        return size
 
 
 @dataclass(frozen=True)
@@ -72,72 +102,18 @@ class MooncakeSettings:
             raise SettingsError(
                 f"{_LEGACY_TCP}=1: puts over TCP would count as done before their bytes are there; unset it"
             )
-        raw = _read(path)
-        text = {key: _text(path, raw, key, default) for key, default in _TEXTS.items()}
-        text["metadata_server"] = text["metadata_server"] or addresses.P2P
-        master, metadata, protocol = text["master_server_address"], text["metadata_server"], text["protocol"]
-        offload, segment = raw.get("enable_offload", False), _size(path, raw, "global_segment_size", 0)
-        standalone = text["mode"] == "standalone-store"
-        _size(path, raw, "local_buffer_size", 1)
-        for key, why in (
-            ("master_server_address", addresses.wrong_master(master)),
-            ("metadata_server", addresses.wrong_metadata(metadata)),
-            ("protocol", "moves no bytes: must be tcp, rdma or another" if protocol in _NO_TRANSPORT else None),
-            ("mode", None if standalone or text["mode"] == "embedded" else "must be 'embedded' or 'standalone-store'"),
-            ("enable_offload", None if isinstance(offload, bool) else "must be true or false"),
-        ):
-            if why is not None:
-                raise SettingsError(f"{path}: {key}={text.get(key, offload)!r} {why}")
-        if (segment == 0) != standalone:
-            raise SettingsError(
-                f"{path}: global_segment_size={segment} must be 0 in mode standalone-store, above 0 in mode embedded"
-            )
+        try:
+            found = _File.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            raise SettingsError(f"{path}: {first_error(error)}") from None
         return cls(
-            local_hostname=addresses.own(master),
-            metadata_server=metadata,
-            master_server_address=master,
-            protocol=protocol,
-            device_name=text["device_name"],
+            local_hostname=addresses.own(found.master_server_address),
+            metadata_server=found.metadata_server,
+            master_server_address=found.master_server_address,
+            protocol=found.protocol,
+            device_name=found.device_name,
             global_segment_size=0,
-            tenant_id=text["tenant_id"].strip() or "default",
+            tenant_id=(found.tenant_id or "").strip() or "default",
         )
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{path}: cannot be read: {why}") from None
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise SettingsError(f"{path}: must be a JSON object, is a {type(raw).__name__}")
-    for key, value in raw.items():
-        if key not in _KEYS:
-            raise SettingsError(f"{path}: unknown key {key}={value!r}; known keys are {', '.join(_KEYS)}")
-    return raw
-
-
-def _text(path: object, raw: dict[str, Any], key: str, default: str) -> str:
-    value = raw.get(key, default)
-    if key == "tenant_id" and value is None:
-        return default
-    if not isinstance(value, str):
-        raise SettingsError(f"{path}: {key}={value!r} must be a string")
-    return value
-
-
-def _size(path: object, raw: dict[str, Any], key: str, minimum: int) -> int:
-    value = raw.get(key, 4 << 30)
-    size = -1
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        size = int(value)
-    elif isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(gb|mb|kb|b)?\s*", value.lower())
-        if match:
-            unit = {"gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10}.get(match[2] or "b", 1)
-            size = int(Decimal(match[1]) * unit)
-    if size < minimum:
-        raise SettingsError(f"{path}: {key}={value!r} must be bytes or a size such as '4GB', at least {minimum}")
-    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def test_a_master_is_a_host_and_a_port_or_found_through_another_service(
 ) -> None:
     assert addresses.split(address) == found
     right = found is not None or through is not None
-    assert (addresses.wrong_master(address) is None) is right
+    with nullcontext() if right else pytest.raises(ValueError, match="must be host:port"):
+        assert addresses.master(address) == address
     assert not right or addresses.elected(address) == through
 
 
@@ -47,6 +49,7 @@ def test_of_an_etcd_s_endpoints_one_is_enough() -> None:
     ("address", "good"),
     [
         ("P2PHANDSHAKE", True),
+        ("", True),
         ("http://h:8080/metadata", True),
         ("etcd://h:2379", True),
         ("h:2379", True),
@@ -56,7 +59,8 @@ def test_of_an_etcd_s_endpoints_one_is_enough() -> None:
     ],
 )
 def test_a_metadata_server_that_mooncake_does_not_know_is_refused(address: str, good: bool) -> None:
-    assert (addresses.wrong_metadata(address) is None) is good
+    with nullcontext() if good else pytest.raises(ValueError, match=f"must be {addresses.P2P}"):
+        assert addresses.metadata(address) == (address or addresses.P2P)
 
 
 @pytest.mark.parametrize("form", ["[::1]:{}", "http://[::1]:{}/metadata", "etcd://[::1]:{}"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
+from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError, size_of
 
 
 @pytest.fixture
@@ -33,15 +33,19 @@ def test_should_read_the_file_that_vllm_reads(path: Path) -> None:
         ({"colour": "red"}, "colour='red'"),
         ({"protocol": 3}, "protocol=3"),
         ({"protocol": "rpc_only"}, "protocol='rpc_only'"),
-        ({"metadata_server": "redis://h:1"}, "metadata_server='redis://h:1' must be P2PHANDSHAKE, http://"),
+        (
+            {"metadata_server": "redis://h:1"},
+            "must be P2PHANDSHAKE, http://HOST:PORT/metadata or etcd://HOST:PORT: meta",
+        ),
         ({"local_buffer_size": "4 XB"}, "local_buffer_size='4 XB'"),
-        ({"local_buffer_size": 0}, "local_buffer_size=0"),
+        ({"local_buffer_size": 0}, "greater than or equal to 1: local_buffer_size=0"),
         ({"mode": "both"}, "mode='both'"),
-        ({"mode": "standalone-store"}, "global_segment_size"),
+        ({"mode": "standalone-store"}, "should be 0 in mode standalone-store"),
+        ({"global_segment_size": "0"}, "above 0 in mode embedded"),
         ({"enable_offload": "yes"}, "enable_offload='yes'"),
         ({"master_server_address": ""}, "master_server_address=''"),
-        ({"master_server_address": "somewhere"}, "master_server_address='somewhere' must be host:port"),
-        ({"master_server_address": "h:99999"}, "='h:99999' must be host:port, with a port of 1 to"),
+        ({"master_server_address": "somewhere"}, "must be host:port"),
+        ({"master_server_address": "h:99999"}, "must be host:port, with a port of 1 to 65535"),
         ({"global_segment_size": float("inf")}, "global_segment_size=inf"),
         ({"local_buffer_size": float("nan")}, "local_buffer_size=nan"),
     ],
@@ -51,6 +55,14 @@ def test_should_refuse_a_wrong_setting_by_name(path: Path, change: dict[str, Any
         read(path, **change)
     assert names in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(7, 7), (1.5e9, 1_500_000_000), ("4GB", 4 << 30), (" .5 mb ", 1 << 19), ("3kb", 3072), ("2 b", 2), ("8", 8)],
+)
+def test_a_gigabyte_is_two_to_the_thirtieth_as_for_vllm(text: object, size: int) -> None:
+    assert size_of(text) == size
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
