@@ -187,7 +187,7 @@ class Link(Generic[S]):
             try:
                 received = receive_message(sock, max_fds=2)
             except TimeoutError:
-                self._log_no_session("it has not answered our hello; `kvprefetchd status` shows whether it hangs")
+                self._log_no_session("it has not answered our hello; `kvprefetchd status` shows why")
                 continue
             if received is None:
                 self._log_no_session("it ended the connection without an answer; its log may say why")

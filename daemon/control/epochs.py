@@ -107,14 +107,13 @@ class Epochs:
         over = []
         for epoch in self._attached:
             epoch.tick(now_ns)
-            if epoch.memory.staging.refused:
-                over.append((epoch, Ending.ENGINE_GONE))
-            elif epoch.memory.worn_out:
+            if epoch.memory.worn_out:
                 self._shared.log.warning("engine.worn", engine=epoch.engine.engine_id, epoch=epoch.number)
                 over.append((epoch, Ending.STAGING_LOST))
         if self._shared.store.is_open and not self._joined:
             self._joined = True
             self._shared.log.info("store.joined")
+            self.reservations.carry_on()
         for epoch in list(self._ended):
             if epoch.idle:
                 self._ended.remove(epoch)

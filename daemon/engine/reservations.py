@@ -92,7 +92,7 @@ class Reservations:
             wish.wanted = False
             if self._ledger.withdraw(number):
                 self._end(wish, Withdrawn())
-            self._carry_on()
+            self.carry_on()
 
     def free(self, memory: EngineMemory) -> None:
         """Free the memory of an epoch on a thread; reservations wait for it. 50 ms per GiB of small pages.
@@ -146,13 +146,13 @@ class Reservations:
             self._ledger.want(
                 wish.number, layout.slot_count * sum(slot_bytes(wish.config, wish.engine)) + wish.control_bytes
             )
-            self._carry_on()
+            self.carry_on()
         else:
             self._end(wish, Withdrawn())
 
-    def _carry_on(self) -> None:
-        """Begin the reservations that may, and refuse those for which there is no memory."""
-        while self._ledger.waiting:
+    def carry_on(self) -> None:
+        """Begin the reservations that may, once the store is open, and refuse those for which there is no memory."""
+        while self._ledger.waiting and self._store.is_open:
             for wish in self._wishes.values():
                 if (taken := wish.taken) > wish.entered:
                     self._ledger.filled(wish.number, taken - wish.entered)
@@ -177,7 +177,7 @@ class Reservations:
             self.free(result)
         else:
             self._end(wish, result)
-        self._carry_on()
+        self.carry_on()
 
     def _end(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
         del self._wishes[wish.number]
@@ -193,7 +193,7 @@ class Reservations:
 
     def _freed(self, number: int, error: BaseException | None) -> None:
         self._ledger.ended(number)
-        self._carry_on()
+        self.carry_on()
         _raised(error)
 
 

@@ -72,18 +72,13 @@ class HostStaging:
         return [(segment.address, segment.size_bytes) for segment in self.segments]
 
     def register(self, store: Store) -> None:
-        """Register the memory with the store (RDMA needs it), now or when it opens. RDMA locks the pages, in seconds.
+        """Register the memory with the store (RDMA needs it, and locks the pages, in seconds).
 
         Raises StoreError, StoreUnavailable; `unregister` undoes what was registered until then.
         """
         for address, length in self.areas():
             store.register(address, length)
             self._registered.append((store, address))
-
-    @property
-    def refused(self) -> bool:
-        """Whether a store that opened later refused the memory."""
-        return any(address in store.refused for store, address in self._registered)
 
     @property
     def size_bytes(self) -> int:

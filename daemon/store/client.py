@@ -60,19 +60,14 @@ class Store(Connection):
         self._replicas = ReplicaReader(settings.private)
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._flushing = threading.Lock()  # around `_unflushed`
-        self._joining = threading.Lock()  # around the memory that a client registers before it admits calls
-        self._areas: dict[int, int] = {}  # bytes by address, until it joins
         self._removed = False
         self.evicts = True  # whether the master evicts; False only where it says so (fill.py)
-        self.refused: set[int] = set()  # addresses of memory that it refused then
 
     def adopt(self, joined: Joined) -> None:
-        """Admit calls, to a client that has joined and knows the memory registered until then."""
+        """Admit calls, to a client that has joined."""
         if joined.sleeping:
             self._sleeping = SleepingReads(joined.engine, self._lease_ns)
-        with self._joining:
-            self.refused.update(at for at, size in self._areas.items() if joined.client.register_buffer(at, size))
-            super().adopt(joined)
+        super().adopt(joined)
 
     @property
     def keeps(self) -> bool:
@@ -85,25 +80,13 @@ class Store(Connection):
         return self._nodes.aside()
 
     def register(self, address: int, length: int) -> None:
-        """Make `length` bytes at `address` usable in transfers, once calls are admitted.
-
-        Raises StoreError, StoreUnavailable; `refused` gets the address of memory that a client refuses when it joins.
-        """
-        with self._joining:
-            if not self.is_open:
-                self._areas[address] = length
-                return
+        """Make `length` bytes at `address` usable in transfers. Raises StoreError, StoreUnavailable."""
         with self._local() as client:
             if code := client.register_buffer(address, length):
                 raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Raises StoreError, StoreUnavailable."""
-        with self._joining:
-            self._areas.pop(address, None)
-            self.refused.discard(address)
-            if not self.is_open:
-                return
         with self._local() as client:
             if code := client.unregister_buffer(address):
                 raise StoreError(f"unregistering {address:#x} failed with code {code}")

@@ -59,7 +59,7 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
             f"alive<={CALL_HEALTHY_S}"
         )
     if alive and serving and not store_open:
-        problems.append("the store is not open: everything is a miss")
+        problems.append("the store is not open: everything is a miss, and engines wait for it")
     elif alive and serving and not status.get("store_answering"):
         problems.append("the store does not answer: new requests are misses")
     healthy = alive and asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)

@@ -236,7 +236,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     pools = Pools(1)
     spec = EngineSpec(max_blocks=8, block_bytes=BLOCK, ranks=len(devices))
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
-    store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, refused=())
+    store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, is_open=True)
     reservations = Reservations(pools, store)
     reservations.want(7, DaemonConfig.model_validate(options), EngineInfo("e", ONE_GROUP, spec.scheduler(), workers))
 

@@ -32,7 +32,7 @@ EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes
 class Known:
     """A store: which memory it knows, and what it refuses."""
 
-    refused: frozenset[int] = frozenset()
+    is_open = True
 
     def __init__(self) -> None:
         self.areas: set[int] = set()
@@ -157,6 +157,22 @@ def test_several_engines_are_reserved_at_the_same_time(desk: Desk, machine: Mach
     eventually(lambda: {thread.name for thread in threading.enumerate()} >= set(names), what="three threads")
     machine.gate.set()
     free(desk, *(desk.next() for _ in range(3)))
+
+
+def test_engines_wait_for_a_store_that_is_not_open_and_one_that_dies_waits_no_more(
+    desk: Desk, machine: Machine
+) -> None:
+    desk.store.is_open = False
+    desk.all.want(1, CONFIG, ENGINE)
+    desk.all.want(2, CONFIG, ENGINE)
+    desk.all.withdraw(1)
+    assert isinstance(desk.next().memory, Withdrawn)
+    assert (desk.poll(), machine.taken) == (None, {})
+    desk.store.is_open = True
+    desk.all.carry_on()
+    second = desk.next()
+    assert second.number == 2
+    free(desk, second)
 
 
 def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk, machine: Machine) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from kvprefetch.daemon.runtime.loop import IDLE_AFTER_NS
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.stores import absent_cluster, blocks, stored
+from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
+from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.command import cpu_s
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
@@ -162,10 +164,25 @@ def test_a_quiet_engine_beside_a_busy_one_rings_and_is_heard_at_once(shared_daem
     busy.done(key, Outcome.ABORTED)
 
 
-def test_a_cluster_that_is_not_there_yet_makes_misses_and_no_failure(serve: Serve, tmp_path: Path) -> None:
-    daemon = serve(memory=None, mooncake_config=absent_cluster(tmp_path))
-    assert len(daemon.records("store.degraded")) == 1
-    engine = FakeEngine(daemon.socket)
-    assert engine.load(list(blocks("degraded", 3))) is None
-    engine.save(blocks("degraded", 3))
-    assert ask_daemon(daemon.socket).store_open is False
+def test_an_engine_that_starts_before_its_cluster_attaches_when_that_is_there(serve: Serve) -> None:
+    with Store(memory="64 MB") as cluster, ThreadPoolExecutor(1) as thread:
+        cluster.kill_master()
+        daemon = serve(memory=None, mooncake_config=cluster.config)
+        assert len(daemon.records("store.degraded")) == 1
+        gone = FakeEngine(daemon.socket, attach=False, engine_id="gone")
+        gone.greet_all()
+        attaching = thread.submit(FakeEngine, daemon.socket)
+        assert daemon.wait_record("peer.hello", count=4)
+        status = ask_daemon(daemon.socket)
+        assert (status.store_open, status.engine_count) == (False, 0)
+        assert "the store is not open: everything is a miss, and engines wait for it" in status.problems
+        gone.close()
+        cluster.start_master()
+        engine = attaching.result(30)
+        values = blocks("late", 3)
+        engine.save(values)
+        stored(daemon, 3)
+        assert engine.load(list(values)) == list(values.values())
+        assert [line["engine"] for line in daemon.records("engine.attached")] == [engine.spec.engine_id]
+        assert daemon.records("store.joined")
+        engine.close()

@@ -71,7 +71,7 @@ def test_a_master_that_does_not_lead_lists_nothing_and_says_why(cluster: HighlyA
     assert said.stderr.startswith("kvprefetchd: another master leads: name that one: http://")
 
 
-def test_without_a_master_that_leads_everything_is_a_miss(serve: Serve, tmp_path: Path) -> None:
+def test_without_a_master_that_leads_engines_wait_and_the_daemon_says_why(serve: Serve, tmp_path: Path) -> None:
     """Mooncake's packages are built with etcd alone; others than their builders find that out here."""
     config = absent_cluster(tmp_path, master="k8s://space/lease")
     daemon = serve(memory=None, mooncake_config=config)
@@ -82,8 +82,9 @@ def test_without_a_master_that_leads_everything_is_a_miss(serve: Serve, tmp_path
         "no master with --cluster_id=mooncake_cluster leads yet, or this Mooncake was built without k8s"
         in (degraded["error"])
     )
-    engine = FakeEngine(daemon.socket)
-    assert engine.load(list(blocks("there", 4))) is None
+    engine = FakeEngine(daemon.socket, attach=False)
+    engine.greet_all()
+    assert daemon.wait_record("peer.hello", count=2)
     assert daemon.sigterm(10) == 0
     engine.close()
 

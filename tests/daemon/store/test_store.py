@@ -127,33 +127,12 @@ def test_should_refuse_every_call_before_open_and_after_close() -> None:
             lambda: store.get_into(["k"], [0], [1]),
             lambda: store.put_from(["k"], [0], [1]),
             lambda: store.media(["k"]),
+            lambda: store.register(0, 1),
+            lambda: store.unregister(0),
         ):
             with pytest.raises(StoreUnavailable):
                 call()
         store.close()
-
-
-def test_memory_registered_before_the_client_joins_is_known_when_calls_are_admitted() -> None:
-    """A cluster may be there later than the engines. One refusal costs the others nothing."""
-    store, client = Store(SETTINGS, structlog.get_logger()), FakeClient()
-    admitted: list[bool] = []
-
-    def register(address: int, length: int) -> int:
-        admitted.append(store.is_open)
-        client.registered.append(address)
-        return -1 if length == 2 else 0
-
-    client.register_buffer = register  # type: ignore[method-assign, assignment]
-    for address in (1, 2, 3):
-        store.register(address, address)
-    store.unregister(3)
-    store.adopt(Joined(client))
-    assert (client.registered, store.refused, any(admitted)) == ([1, 2], {2}, False)
-    store.register(4, 4)
-    assert (client.registered, admitted[-1]) == ([1, 2, 4], True)
-    for address in (1, 2, 4):
-        store.unregister(address)
-    assert (client.registered, store.refused) == ([], set())
 
 
 def test_should_close_once_and_only_after_calls_in_flight() -> None:
