@@ -96,11 +96,6 @@ class RankLayout:
         ]
 
     @cached_property
-    def _heads(self) -> list[str]:
-        """Return the prefix of each group; none where a block has several shards."""
-        return [] if any(len(each) > 1 for each in self._prefixes) else [first for [first] in self._prefixes]
-
-    @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
         """Return (address of slot 0, bytes of a slot, address of slot 0's checksum) of each rank."""
         staging = self.staging
@@ -115,9 +110,8 @@ class RankLayout:
 
     def keys(self, names: Sequence[bytes]) -> list[str]:
         """Return the keys of these blocks, block by block: one for each shard."""
-        if heads := self._heads:
-            return [heads[name[-1]] + name[:-1].hex() for name in names]
-        return [prefix + name[:-1].hex() for name in names for prefix in self._prefixes[name[-1]]]
+        prefixes = self._prefixes
+        return [prefix + name[:-1].hex() for name in names for prefix in prefixes[name[-1]]]
 
     def first_key(self, name: bytes) -> str:
         """Return the key of the block's first shard."""
@@ -136,9 +130,7 @@ class RankLayout:
         They lie with the first rank of a shard, or with the one that filled the slot.
         """
         keys = self.keys([name for name, _ in blocks])
-        if not saving and len(keys) == len(blocks):
-            parts = [(slot, self._places[0]) for _, slot in blocks]
-        elif saving:
+        if saving:
             parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
         else:
             firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
