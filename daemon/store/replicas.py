@@ -37,32 +37,26 @@ class ReplicaReader:
     def __init__(self, private: bool) -> None:
         self._private = private
         self._lock = threading.Lock()
-        self._running = self._count = 0
-        self._stayed = frozenset([Place("", 0, 0)])  # until the count changes; to compare one object takes no time
+        self._begun = self._ended = 0  # removals
 
     @contextlib.contextmanager
     def removal(self) -> Iterator[None]:
         """Enclose a call that removes values although they are leased."""
         with self._lock:
-            self._running += 1
-            self._removed()
+            self._begun += 1
         try:
             yield
         finally:
             with self._lock:
-                self._running -= 1
-                self._removed()
-
-    def _removed(self) -> None:
-        self._count += 1
-        self._stayed = frozenset([Place("", self._count, 0)])
+                self._ended += 1
 
     def read(self, client: Any, keys: Sequence[str]) -> Replicas:
         """Return the replicas of these keys. During a removal from a private store no key has any."""
-        if self._private:
-            with self._lock:
-                return {} if self._running else dict.fromkeys(keys, self._stayed)
-        return memory_replicas(client.batch_get_replica_desc(list(keys)))
+        if not self._private:
+            return memory_replicas(client.batch_get_replica_desc(list(keys)))
+        with self._lock:
+            there = frozenset([Place("", self._begun, 0)])
+            return dict.fromkeys(keys, there) if self._begun == self._ended else {}
 
 
 def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
