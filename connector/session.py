@@ -22,7 +22,7 @@ from ..shmring.errors import SegmentCorrupt, SegmentError
 from ..shmring.flags import FlagAllocator, FlagTable
 from ..shmring.gpu.cuda import Device
 from ..shmring.layout import Layout
-from ..shmring.liveness import Liveness, PeerState
+from ..shmring.liveness import Liveness, PeerState, PeerStatus
 from ..shmring.ring import Producer
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Attached, Mapped
@@ -53,7 +53,6 @@ class SchedulerSession:
         self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
         self.liveness = Liveness(self.words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
-        self.alive = self.liveness.peer_alive  # whether the daemon serves this session at a time (CLOCK_MONOTONIC ns)
         self.segment = segment
         segment.close()  # its descriptor; the views above keep the memory mapped
 
@@ -68,6 +67,10 @@ class SchedulerSession:
             made = cls(attached, segment, doorbell)
             undo.pop_all()
         return made
+
+    def alive(self, now_ns: int) -> bool:
+        """Whether the daemon serves this session at that time (CLOCK_MONOTONIC)."""
+        return self.liveness.peer(now_ns) is PeerStatus.ALIVE
 
     def mapped(self) -> Mapped:
         return Mapped(epoch=self.epoch)

@@ -126,24 +126,6 @@ static PyObject *Words_publish(Words *self, PyObject *const *args, Py_ssize_t na
     return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
 
-static PyObject *Words_fresh(Words *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    uint64_t expected, limit, now;
-    if (check_call(self, nargs, 6, 0) < 0)
-        return NULL;
-    _Atomic uint64_t *gone = word_at(self, args[0]);
-    _Atomic uint64_t *state = gone == NULL ? NULL : word_at(self, args[1]);
-    if (state == NULL || value_of(args[2], &expected) < 0)
-        return NULL;
-    _Atomic uint64_t *beat = word_at(self, args[3]);
-    if (beat == NULL || value_of(args[4], &limit) < 0 || value_of(args[5], &now) < 0)
-        return NULL;
-    if (order_load_acquire(gone) != 0 || order_load_acquire(state) != expected)
-        Py_RETURN_FALSE;
-    uint64_t beaten = order_load_acquire(beat);
-    return PyBool_FromLong((now > beaten ? now - beaten : beaten - now) <= limit);
-}
-
 static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
 {
     self->count = 0;
@@ -160,9 +142,6 @@ static PyMethodDef Words_methods[] = {
      "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
     {"publish", (PyCFunction)(void (*)(void))Words_publish, METH_FASTCALL,
      "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
-    {"fresh", (PyCFunction)(void (*)(void))Words_fresh, METH_FASTCALL,
-     "fresh(gone, state, expected, beat, limit, now) -> bool: the word `gone` is 0, `state` is as expected, and `beat` is "
-     "at most `limit` away from now"},
     {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): release the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
 };

@@ -7,8 +7,6 @@ Hung: its heartbeat is too old (SIGSTOP, a GIL held by a foreign library); it ma
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable
 
 from ._atomics import Words
 from .layout import Line
@@ -50,13 +48,6 @@ class Liveness:
         self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
         self._peer_state = int(Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE)
         self._peer_gone = int(Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE)
-        # Whether `peer` is ALIVE at a time, in one call of C: peer_alive(now_ns).
-        # SYNC gone: the watcher's earlier stores visible with the word
-        # SYNC state: earlier stores visible with the state
-        # SYNC beat: read as it is, orders nothing
-        self.peer_alive: Callable[[int], bool] = functools.partial(
-            words.fresh, self._peer_gone, self._peer_state, _ACTIVE, self._peer_beat, hung_after_ns
-        )
 
     def beat(self, now_ns: int) -> None:
         # SYNC beat: read as it is, orders nothing

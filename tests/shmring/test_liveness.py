@@ -22,24 +22,6 @@ def sides(request: pytest.FixtureRequest, make: Make) -> tuple[Liveness, Livenes
     return watcher, Liveness(control.words, consumer=not request.param)
 
 
-def test_whether_the_other_side_is_alive_has_the_same_answer_in_one_call(sides: tuple[Liveness, Liveness]) -> None:
-    watcher, other = sides
-    seen = set()
-    for state in PeerState:
-        other.set_state(state)
-        for beat in (0, 95 * SECOND - 1, 95 * SECOND, 100 * SECOND, 105 * SECOND, 2**64 - 1):
-            other.beat(beat)
-            status = watcher.peer(100 * SECOND)
-            assert watcher.peer_alive(100 * SECOND) == (status is PeerStatus.ALIVE), (state, beat)
-            seen.add(status)
-    assert seen == set(PeerStatus)
-    other.set_state(PeerState.ACTIVE)
-    other.beat(100 * SECOND)
-    assert watcher.peer_alive(100 * SECOND)
-    watcher.peer_is_gone()
-    assert not watcher.peer_alive(100 * SECOND)
-
-
 def test_a_side_is_starting_until_it_says_otherwise(sides: tuple[Liveness, Liveness]) -> None:
     watcher, other = sides
     other.beat(100 * SECOND)

@@ -25,12 +25,12 @@ from .conftest import Control, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("shmring", "daemon", "connector")
-ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish", "fresh"}
+ACCESSES = {"load_acquire", "store_release", "compare_exchange", "publish"}
 # The modules that may access shared words; outside shmring `publish` is an ordinary verb.
 HOMES = {f"shmring/{name}.py" for name in ("ring", "flags", "credits", "liveness", "view")}
 # The daemon's picture is a segment of its own, with an order of its own.
 PICTURE = "daemon/telemetry/board.py"
-ACCESS = r"\.?_?(load_acquire|store_release|compare_exchange|publish|fresh)\b[(,]"
+ACCESS = r"\.?_?(load_acquire|store_release|compare_exchange|publish)\b[(,]"
 # The engine's side in C accesses them, too.
 IN_C, ACCESS_IN_C = {"shmring/_flags.c", "shmring/_handle.c", "shmring/_ring.c"}, r"order_\w+\("
 # Other modules that know where the hot words lie, and why.
