@@ -38,10 +38,6 @@ static PyObject *Flags_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF(self);
         return NULL;
     }
-    if (((Words *)words)->count % WORDS_PER_LINE != 0) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, "flags are whole lines: words=%zd", ((Words *)words)->count);
-    }
     self->words = (Words *)Py_NewRef(words);
     self->tables = Py_NewRef(tables);
     self->slot_bound = slot_bound;
@@ -72,26 +68,6 @@ PyObject *corrupt(const char *format, ...)
     return NULL;
 }
 
-/* Returns the address of a flag word, or NULL with IndexError set. */
-static _Atomic uint64_t *flag_of(Flags *self, PyObject *index_object)
-{
-    Py_ssize_t index = PyLong_AsSsize_t(index_object);
-    if (index == -1 && PyErr_Occurred())
-        return NULL;
-    if (index >= 0 && index < self->words->count / WORDS_PER_LINE)
-        return word_of(self->words, index * WORDS_PER_LINE);
-    PyErr_Format(PyExc_IndexError, "flag index=%zd is outside 0..%zd", index, self->words->count / WORDS_PER_LINE - 1);
-    return NULL;
-}
-
-static PyObject *Flags_load(Flags *self, PyObject *index)
-{
-    _Atomic uint64_t *flag = flag_of(self, index);
-    /* SYNC flag: slot table and found word visible with the count */
-    /* SYNC slots: slots read before they are given up */
-    return flag == NULL ? NULL : PyLong_FromUnsignedLongLong(order_load_acquire(flag));
-}
-
 static newfunc new_tuple; /* of the type tuple */
 
 PyObject *flag_of_word(Flags *self, uint64_t word)
@@ -103,39 +79,17 @@ PyObject *flag_of_word(Flags *self, uint64_t word)
     return result;
 }
 
-static PyObject *Flags_flag(Flags *self, PyObject *index)
-{
-    _Atomic uint64_t *flag = flag_of(self, index);
-    /* SYNC flag: slot table and found word visible with the count */
-    /* SYNC slots: slots read before they are given up */
-    return flag == NULL ? NULL : flag_of_word(self, order_load_acquire(flag));
-}
-
-static PyObject *Flags_exchange(Flags *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 3)
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
-    _Atomic uint64_t *flag = flag_of(self, args[0]);
-    if (flag == NULL)
-        return NULL;
-    uint64_t expected = PyLong_AsUnsignedLongLong(args[1]), desired = PyLong_AsUnsignedLongLong(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!self->words->writable)
-        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
-    /* SYNC flag: slot table and found word visible with the count */
-    /* SYNC slots: slots read before they are given up */
-    return PyBool_FromLong(order_compare_exchange(flag, expected, desired) == expected);
-}
-
 /* Returns a word of a flag's line that carries the generation: its blocks, or None where it is of an earlier use. */
 static PyObject *blocks_of(Flags *self, PyObject *index_object, Py_ssize_t at, const char *name)
 {
-    _Atomic uint64_t *flag = flag_of(self, index_object);
-    if (flag == NULL)
+    Py_ssize_t index = PyLong_AsSsize_t(index_object), flags = self->words->count / WORDS_PER_LINE;
+    if (index == -1 && PyErr_Occurred())
         return NULL;
+    if (index < 0 || index >= flags)
+        return PyErr_Format(PyExc_IndexError, "flag index=%zd is outside 0..%zd", index, flags - 1);
+    _Atomic uint64_t *flag = word_of(self->words, index * WORDS_PER_LINE);
     /* SYNC flag: slot table and found word visible with the count */
-    uint64_t word = order_load_acquire(flag + at); /* of the same line: Flags_new has whole lines */
+    uint64_t word = order_load_acquire(flag + at); /* of the same line, all of which is in bounds */
     if (word >> GENERATION_SHIFT != order_load_acquire(flag) >> GENERATION_SHIFT)
         Py_RETURN_NONE;
     word &= (1u << GENERATION_SHIFT) - 1;
@@ -212,9 +166,6 @@ static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t
 
 static PyMethodDef Flags_methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
-    {"load", (PyCFunction)Flags_load, METH_O, "load(index) -> int: the flag word"},
-    {"flag", (PyCFunction)Flags_flag, METH_O, "flag(index) -> flag_type: the flag word, taken apart"},
-    {"exchange", (PyCFunction)(void (*)(void))Flags_exchange, METH_FASTCALL, "exchange(index, expected, desired) -> bool"},
     {"found", (PyCFunction)Flags_found, METH_O, "found(index) -> int"},
     {"disk", (PyCFunction)Flags_disk, METH_O, "disk(index) -> int or None"},
     {"read_slots", (PyCFunction)(void (*)(void))Flags_read_slots, METH_FASTCALL,

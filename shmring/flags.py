@@ -77,13 +77,10 @@ def states(buffer: memoryview, layout: Layout) -> npt.NDArray[np.uint64]:
 
 
 class FlagTable(Flags[Flag]):
-    """The flags of one segment, seen from either side.
+    """The flags of one segment, seen from either side. Methods raise IndexError outside 0..flag_count-1.
 
-    In C (_flags.c), each raising IndexError outside 0..flag_count-1:
+    In C (_flags.c):
 
-    * `load(index)`: the flag word, by one acquire load; `flag(index)`: the same taken apart.
-    * `exchange(index, expected, desired)`: compare-and-swap of the whole word (acquire and release). False when another
-      transition came first.
     * `found(index)`: how many leading blocks the store holds for the flag's present use; 0 until the daemon wrote it.
     * `disk(index)`: how many blocks came from disk for the present use; None until the daemon wrote it.
     * `read_slots(index, start, stop)`: the entries [start, stop) as array("I"), under the engine's claim.  Raises
@@ -108,6 +105,21 @@ class FlagTable(Flags[Flag]):
         self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
         self._tables = tables
         return self
+
+    def load(self, index: int) -> int:
+        """Return the flag word, by one acquire load."""
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        return self._words.load_acquire(index * _WORDS_PER_LINE)
+
+    def flag(self, index: int) -> Flag:
+        return unpack(self.load(index))
+
+    def exchange(self, index: int, expected: int, desired: int) -> bool:
+        """Exchange the whole word (acquire and release); False when another transition came first."""
+        # SYNC flag: slot table and found word visible with the count
+        # SYNC slots: slots read before they are given up
+        return self._words.compare_exchange(index * _WORDS_PER_LINE, expected, desired) == expected
 
     def set_found(self, index: int, blocks: int) -> None:
         """Daemon: write the found blocks, before the exchange that publishes a count of them (SYNC flag)."""
