@@ -18,11 +18,11 @@ nobody loads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,19 +38,6 @@ class Kind(str, Enum):
     WINDOW = "window"
     CHUNK = "chunk"
     STATE = "state"
-
-
-class Rule(Protocol):
-    """A group's rules in a message (GroupInfo)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def window_tokens(self) -> int: ...
-    @property
-    def drafts(self) -> bool: ...
 
 
 class Group(NamedTuple):
@@ -90,12 +77,6 @@ class Groups:
 
     groups: tuple[Group, ...]
     hash_tokens: int
-
-    @classmethod
-    def of_rules(cls, rules: Iterable[Rule], hash_tokens: int) -> Groups:
-        """Return groups with these rules, unchecked."""
-        groups = (Group(Kind(one.kind), one.block_tokens, one.window_tokens, one.drafts) for one in rules)
-        return cls(tuple(groups), hash_tokens)
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -7,12 +7,11 @@ import socket
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...kv.groups import Groups
 from ...shmring.wire.attach import Attached, Hello, Mapped
 from ...shmring.wire.codec import Message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..engine.memory import EngineInfo
+from ..engine.memory import EngineInfo, groups_of
 from .access import Credentials
 
 INCOMPLETE_NS = 30_000_000_000  # after the scheduler's hello, which comes once all ranks have said theirs
@@ -117,8 +116,7 @@ class Group:
         hellos = [peer.hello for peer in self.workers()]
         workers = [each.worker for each in hellos if each is not None and each.worker is not None]
         pid = self.scheduler.credentials.pid
-        groups = Groups.of_rules(hello.scheduler.groups, hello.scheduler.hash_tokens)
-        return EngineInfo(hello.engine_id, groups, hello.scheduler, workers, pid, self.uid)
+        return EngineInfo(hello.engine_id, groups_of(hello.scheduler), hello.scheduler, workers, pid, self.uid)
 
     def mapped(self) -> list[Mapped] | None:
         """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""

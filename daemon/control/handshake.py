@@ -12,12 +12,11 @@ import secrets
 import select
 from collections import Counter
 
-from ...kv.groups import Groups
 from ...shmring.wire.attach import Hello, Mapped, Notice, Reset
 from ...shmring.wire.codec import send_message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..engine.memory import EngineInfo, EngineMemory
+from ..engine.memory import EngineInfo, EngineMemory, groups_of
 from ..engine.transfers import check_replicas
 from ..telemetry.events import Ending
 from .connections import MAX_PROCESSES, Connections
@@ -250,7 +249,7 @@ def _check(hello: Hello) -> None:
         raise ProtocolError(f"{hello.role}: field required: role={hello.role}")
     if hello.scheduler is not None:
         try:
-            Groups.of_rules(hello.scheduler.groups, hello.scheduler.hash_tokens).check()
+            groups_of(hello.scheduler).check()
         except ValueError as error:
             raise ProtocolError(str(error)) from None
     if hello.rank >= (hello.world_size if hello.role == "worker" else 1):

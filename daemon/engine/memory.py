@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...kv.groups import Groups
+from ...kv.groups import Group, Groups, Kind
 from ...shmring.doorbell import Doorbell
 from ...shmring.errors import DeviceError, SegmentError
 from ...shmring.gpu.driver import calls
@@ -26,6 +26,11 @@ TABLE_BYTES = 16 << 20
 LONGEST = 16
 # A control segment of an engine's choice: this much is always allowed, and beyond it a quarter of `staging`.
 CONTROL_BYTES = 64 << 20
+
+
+def groups_of(wants: SchedulerInfo) -> Groups:
+    """Return the engine's KV groups, unchecked."""
+    return Groups(tuple(Group(**dict(each, kind=Kind(each.kind))) for each in wants.groups), wants.hash_tokens)
 
 
 class EngineInfo(NamedTuple):
