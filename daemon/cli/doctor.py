@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import io
 import json
 import os
@@ -13,9 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...client.control import Unavailable, look
+from ...client.control import TIMEOUT_S, Unavailable, look
 from ..config.model import ConfigError, DaemonConfig
-from ..telemetry import board
 from .common import (
     CONFIGURATION_FILE,
     PATH,
@@ -135,7 +136,7 @@ def write_bundle(target: Path, config: DaemonConfig, texts: Mapping[str, str], l
     parts = {
         **texts,
         "status.json": _status(config.socket),
-        "metrics.txt": _metrics(config.socket),
+        "metrics.txt": _metrics(config.metrics_address, config.metrics_port),
         "log.jsonl": _log(log),
     }
     if config.mooncake_config is not None:
@@ -156,9 +157,13 @@ def _status(path: Path) -> str:
         return str(error)
 
 
-def _metrics(path: Path) -> str:
-    picture = board.read(path)
-    return picture.metrics.decode() if picture is not None else "no picture of a daemon that this user may read"
+def _metrics(address: str, port: int) -> str:
+    try:
+        with contextlib.closing(http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"no metrics: {error}: metrics_address={address!r} metrics_port={port}"
 
 
 def _log(path: Path | None) -> str:

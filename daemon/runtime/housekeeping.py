@@ -5,28 +5,26 @@ from __future__ import annotations
 from ..control import report
 from ..control.epochs import Shared
 from ..control.server import Control
+from ..telemetry.board import Board
 from ..telemetry.logs import tick
-from ..telemetry.publisher import Publisher
 from .backend import Backend
 from .notify import Notifier
 
-PUBLISH_NS, IDLE_PUBLISH_NS = 1_000_000_000, 5_000_000_000
+PUBLISH_NS = 1_000_000_000
 
 
 class Housekeeping:
-    """Ticks the other parts, and publishes their numbers once a second; those of an idle daemon hardly change."""
+    """Ticks the other parts, and publishes their numbers once a second."""
 
-    def __init__(
-        self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, publisher: Publisher
-    ) -> None:
+    def __init__(self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, board: Board) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
-        self._backend, self._notifier, self._publisher = backend, notifier, publisher
-        self._published_ns, self._said = 0, ""
+        self._backend, self._notifier, self._board = backend, notifier, board
+        self._published_ns = 0
 
-    def tick(self, now_ns: int, *, idle: bool) -> None:
+    def tick(self, now_ns: int) -> None:
         """Do the periodic work; called several times a second."""
         shared = self._shared
-        self._publisher.board.beat(now_ns)
+        self._board.beat(now_ns)
         shared.pools.tick(now_ns)
         for slow in shared.pools.rates.tick(now_ns):
             rates = {"bytes_s": round(slow.rate), "hour_bytes_s": round(slow.hour)}
@@ -37,14 +35,13 @@ class Housekeeping:
             self._control.end(epoch, ending)
         shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
-        still = idle and self.summary() == self._said
-        if now_ns - self._published_ns >= (IDLE_PUBLISH_NS if still else PUBLISH_NS):
-            self._published_ns, self._said = now_ns, self.summary()
+        if now_ns - self._published_ns >= PUBLISH_NS:
+            self._published_ns = now_ns
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
         """Show the numbers."""
-        self._notifier.status(self._said)
+        self._notifier.status(self.summary())
         shared = self._shared
         self._backend.describe(shared.snapshot)
         epochs, metrics = self._epochs.attached(), shared.metrics
@@ -60,7 +57,7 @@ class Housekeeping:
         metrics.show("rate_bytes_per_second", rates)
         metrics.show_fill(shared.snapshot.fill)
         metrics.reach("log_lost_lines", shared.snapshot.lost_lines)
-        self._publisher.publish({**shown, "outcomes": metrics.totals("requests")})
+        self._board.write({**shown, "outcomes": metrics.totals("requests")})
 
     def summary(self) -> str:
         """Return one line for `systemctl status`."""

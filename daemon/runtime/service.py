@@ -20,14 +20,13 @@ from ..store.settings import SettingsError
 from ..telemetry.board import Board
 from ..telemetry.logs import Log, finish, tick
 from ..telemetry.metrics import Metrics
-from ..telemetry.publisher import Publisher
 from ..telemetry.snapshot import Snapshot
 from ..telemetry.web import MetricsServer
 from ..work.pools import Pools
 from . import requirements
 from .backend import Backend
 from .housekeeping import Housekeeping
-from .loop import IDLE_TICK_NS, Loop
+from .loop import Loop
 from .notify import Notifier
 from .reload import reloaded
 from .signals import Signals
@@ -61,7 +60,7 @@ class Daemon:
         self._epoll = select.epoll()
         self._snapshot = Snapshot()
         self._backend = Backend(config, log, self._signals)
-        self._publisher: Publisher | None = None
+        self._board: Board | None = None
         self._server: MetricsServer | None = None
         self._control: Control | None = None
 
@@ -99,12 +98,12 @@ class Daemon:
     def _serve(self, listener: Listener, pools: Pools) -> None:
         """Assemble the parts, and run them until a stop signal."""
         config, snapshot = self._config, self._snapshot
-        board = Board(listener.path, listener.gid)
-        publisher = self._publisher = Publisher(board, self._metrics, report.at_start(snapshot))
+        board = self._board = Board(listener.path, listener.gid)
+        board.write(report.at_start(snapshot))
         if board.fault:
             self._log.warning("picture.hidden", error=board.fault)
         if config.metrics_port:
-            self._server = MetricsServer(config.metrics_address, config.metrics_port, board.look)
+            self._server = MetricsServer(config.metrics_address, config.metrics_port, board.look, self._metrics)
         if (store := self._backend.open()) is None:
             return
         shared = Shared(config, store, pools, snapshot, self._metrics, self._log)
@@ -112,7 +111,7 @@ class Daemon:
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
-        housekeeping = Housekeeping(shared, control, self._backend, self._notifier, publisher)
+        housekeeping = Housekeeping(shared, control, self._backend, self._notifier, board)
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())
@@ -122,7 +121,7 @@ class Daemon:
             tick_ns = loop.tick_ns(now_ns)
             if now_ns - ticked_ns >= tick_ns:
                 ticked_ns = now_ns
-                housekeeping.tick(now_ns, idle=tick_ns == IDLE_TICK_NS)
+                housekeeping.tick(now_ns)
             # In each turn: an engine may come and go between two ticks.
             if idle.over(now_ns, engines=control.has_engines()):
                 self._log.info("daemon.idle", idle_s=config.exit_idle_s)
@@ -139,8 +138,8 @@ class Daemon:
         if self._signals.stop:
             self._log.info("daemon.stopping", signal=signal.Signals(self._signals.stop).name)
         self._notifier.stopping("draining store calls, then writing what is not on disk yet")
-        if self._publisher is not None:
-            self._publisher.publish({"phase": "stopping"})
+        if self._board is not None:
+            self._board.write({**self._board.look().status, "phase": "stopping"})
         if self._control is not None:
             self._control.close()
         quiet = pools.close()
@@ -150,6 +149,6 @@ class Daemon:
         self._backend.close(quiet=quiet)
         if self._server is not None:
             self._server.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._board is not None:
+            self._board.close()
         self._epoll.close()

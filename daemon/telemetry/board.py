@@ -1,13 +1,12 @@
 """The daemon's picture of itself, in a named POSIX shared-memory segment: written once a second, and left by a death.
 
-An idle daemon, whose numbers hardly change, writes it each five seconds.  The daemon's HTTP server reads it there, and
-so do `status`, `health` and `top` as processes of their own: it answers while the main loop hangs, and after the daemon
-died.  It has no request ids, and says no more than /metrics does.
+The daemon's HTTP server reads it there, and so do `status`, `health` and `top` as processes of their own: it answers
+while the main loop hangs, and after the daemon died.  It has no request ids, and says no more than /metrics does.
 
     byte 0   magic and version
          8   sequence: the area that is whole now is number % 2
         16   beat of the main loop, CLOCK_MONOTONIC, ns
-        64   two areas: bytes of the status and of the metrics (8 each), the status as JSON, the metrics' exposition
+        64   two areas: bytes of the status (8), the status as JSON
 
 The writer fills the area that is not shown, and then shows it by the sequence number (release; acquire for readers).  A
 reader that finds another number after its copy reads again.  The writer holds a lock (flock) on the segment: the kernel
@@ -33,12 +32,12 @@ from typing import Any
 from ...shmring._atomics import Words
 from .health import Health, judge
 
-MAGIC = b"kvpbord1"
+MAGIC = b"kvpbord2"
 SEQUENCE, BEAT = 1, 2  # words of 8 bytes
 AREAS_AT = 64
-STATUS_BYTES, METRICS_BYTES = 256 << 10, 4 << 20
-_HEAD = struct.Struct("<QQ")
-AREA_BYTES = _HEAD.size + STATUS_BYTES + METRICS_BYTES
+STATUS_BYTES = 256 << 10
+_HEAD = struct.Struct("<Q")
+AREA_BYTES = _HEAD.size + STATUS_BYTES
 SIZE = AREAS_AT + 2 * AREA_BYTES
 MODE = 0o640
 _TRIES = 100
@@ -54,7 +53,6 @@ class Picture:
     """What the daemon showed last, and whether it lives. `status` is that of control/report.py."""
 
     status: Mapping[str, Any]
-    metrics: bytes
     beat_ns: int
     alive: bool = True
     uid: int = -1  # of the daemon's user, where another process reads
@@ -65,7 +63,7 @@ class Picture:
 
 
 class Board:
-    """The writer. `beat` is the main loop's; one other thread writes, any thread looks.
+    """The writer. The main thread beats and writes, any thread looks.
 
     A segment that an earlier daemon left under this name is replaced: there is one daemon at a control socket.  Where
     no segment can be had, such as without /dev/shm, or because another user has the name, `fault` says why, and the
@@ -82,7 +80,7 @@ class Board:
             self._memory = mmap.mmap(-1, SIZE)
         self._words = Words(self._memory)
         self.beat(time.monotonic_ns())
-        self.write({}, b"")
+        self.write({})
         self._memory[: len(MAGIC)] = MAGIC
 
     def _create(self, name: str, gid: int) -> int:
@@ -109,15 +107,14 @@ class Board:
     def beat_ns(self) -> int:
         return self._words.load_acquire(BEAT)
 
-    def write(self, status: Mapping[str, Any], metrics: bytes) -> None:
-        """Show this status and these metrics, each within its bound; a text beyond it is left out."""
+    def write(self, status: Mapping[str, Any]) -> None:
+        """Show this status; one beyond the bound is left out."""
         data = json.dumps(status).encode()
-        data, metrics = data if len(data) <= STATUS_BYTES else b"{}", metrics if len(metrics) <= METRICS_BYTES else b""
+        data = data if len(data) <= STATUS_BYTES else b"{}"
         number = self._words.load_acquire(SEQUENCE) + 1
         at = AREAS_AT + number % 2 * AREA_BYTES
-        _HEAD.pack_into(self._memory, at, len(data), len(metrics))
-        for start, text in ((at + _HEAD.size, data), (at + _HEAD.size + STATUS_BYTES, metrics)):
-            self._memory[start : start + len(text)] = text
+        _HEAD.pack_into(self._memory, at, len(data))
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
         self._words.store_release(SEQUENCE, number)
 
     def look(self) -> Picture:
@@ -166,7 +163,7 @@ def read(socket: Path) -> Picture | None:
         return None
     finally:
         segment.close_fd()
-    return Picture(picture.status, picture.metrics, picture.beat_ns, picture.alive, found.st_uid)
+    return Picture(picture.status, picture.beat_ns, picture.alive, found.st_uid)
 
 
 def _locked(fd: int) -> bool:
@@ -183,11 +180,8 @@ def _copied(memory: mmap.mmap, words: Words, *, alive: bool) -> Picture:
     for _ in range(_TRIES):
         number = words.load_acquire(SEQUENCE)
         at = AREAS_AT + number % 2 * AREA_BYTES
-        status_bytes, metrics_bytes = _HEAD.unpack_from(memory, at)
-        start = at + _HEAD.size
-        status = memory[start : start + min(status_bytes, STATUS_BYTES)]
-        start += STATUS_BYTES
-        metrics = memory[start : start + min(metrics_bytes, METRICS_BYTES)]
+        (status_bytes,) = _HEAD.unpack_from(memory, at)
+        status = memory[at + _HEAD.size : at + _HEAD.size + min(status_bytes, STATUS_BYTES)]
         if words.load_acquire(SEQUENCE) == number:
-            return Picture(json.loads(status), metrics, words.load_acquire(BEAT), alive)
+            return Picture(json.loads(status), words.load_acquire(BEAT), alive)
     raise ValueError("the picture changes all the time")

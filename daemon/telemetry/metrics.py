@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from ... import __version__
 from ..store.fill import StoreFill
 from .events import EVENTS, Ending
+from .health import Health
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
@@ -162,7 +163,6 @@ class Metrics:
         self._made: dict[str, Any] = {name: self._make(name, described) for name, described in CATALOGUE.items()}
         self._shown: dict[str, Mapping[Labels, float]] = {}
         self._reached: dict[Labels, float] = {}
-        self.changed = True  # since the last text; ages aside, which always change
         self.show("info", {(__version__,): 1})
         ProcessCollector(registry=self._registry)
 
@@ -183,7 +183,6 @@ class Metrics:
         """Count, with the value of the counter's label where it has one; what is not above zero counts nothing."""
         if count > 0:
             (self._made[name].labels(*label) if label else self._made[name]).inc(count)
-            self.changed = True
 
     def reach(self, name: str, total: float, *label: str) -> None:
         """Count up to a total that another part keeps; one that began anew counts from where it is."""
@@ -193,7 +192,6 @@ class Metrics:
 
     def observe(self, name: str, value_s: float, *label: str) -> None:
         (self._made[name].labels(*label) if label else self._made[name]).observe(value_s)
-        self.changed = True
 
     def show(self, name: str, samples: Mapping[Labels, float]) -> None:
         """Let a gauge have these samples, by the values of its labels, and no others."""
@@ -202,7 +200,6 @@ class Metrics:
             (gauge.labels(*labels) if labels else gauge).set(value)
         for labels in before.keys() - samples.keys():
             gauge.remove(*labels)
-        self.changed |= before != samples and not name.endswith("age_seconds")
         self._shown[name] = samples
 
     def show_engines(self, engines: Iterable[Mapping[str, int | str]]) -> None:
@@ -237,6 +234,12 @@ class Metrics:
         self.show("store_used_bytes", used)
         self.show("store_capacity_bytes", room)
 
+    def show_health(self, health: Health) -> None:
+        """Show what changes without the main loop, from the thread that serves the text."""
+        self.show("ready", {(): health.ready})
+        self.show("loop_age_seconds", {(): health.loop_age_s})
+        self.show("call_age_seconds", {(call,): age_s for call, age_s in health.call_age_s.items()})
+
     def totals(self, name: str) -> dict[str, float]:
         """Return a counter's value by the value of its label, or by ""."""
         label = CATALOGUE[name].labels
@@ -245,5 +248,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return the exposition, in Prometheus' text format."""
-        self.changed = False
         return prometheus_client.generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Serves metrics, health and the status page over HTTP from the daemon's picture, on threads of its own."""
+"""Serves metrics, health and the status page over HTTP, on threads of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from waitress.task import WSGITask
 from ..config.model import ConfigError, Taken
 from . import overview, status_page
 from .board import Picture
+from .metrics import Metrics
 
 MAX_CLIENTS = 64  # at a time
 QUIET_S = 5  # without a byte, then a connection is closed
@@ -50,7 +51,7 @@ class MetricsServer:
     """Serves metrics and health on (address, port) until closed. Raises ConfigError when it cannot be bound, Taken
     when another process listens there."""
 
-    def __init__(self, address: str, port: int, look: Callable[[], Picture]) -> None:
+    def __init__(self, address: str, port: int, look: Callable[[], Picture], metrics: Metrics) -> None:
         sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,13 +64,13 @@ class MetricsServer:
                 f"metrics_address={address!r} metrics_port={port}; another one, or 0 for no metrics"
             ) from None
         logging.getLogger("waitress").setLevel(logging.CRITICAL)  # a client that leaves is no event
-        self._look, self._closing = look, False
+        self._look, self._metrics, self._closing = look, metrics, False
         self._sockets: dict[int, Any] = {}
         self._server = create_server(
             self._answer,
             map=self._sockets,
             sockets=[sock],
-            threads=2,
+            threads=1,  # it alone shows the ages in the metrics
             connection_limit=2 * MAX_CLIENTS,
             channel_timeout=QUIET_S,
             cleanup_interval=1,
@@ -112,9 +113,10 @@ class MetricsServer:
         picture = self._look()
         if path == "/":
             return 200, "text/html; charset=utf-8", status_page.page(picture)
-        if path == "/metrics":
-            return 200, CONTENT_TYPE_LATEST, picture.metrics
         health = picture.health()
+        if path == "/metrics":
+            self._metrics.show_health(health)
+            return 200, CONTENT_TYPE_LATEST, self._metrics.text()
         if path == "/status.json":
             said = overview.as_status(picture.status, health).model_dump_json(indent=2)
             return 200, "application/json", said.encode() + b"\n"

@@ -36,14 +36,14 @@ def picture(
     now_ns = time.monotonic_ns()
     calls_ns = {call: now_ns - int(age_s * 1e9) for call, age_s in (calls or {}).items()}
     shown = {"phase": "serving", "store_open": True, "store_answering": True, "calls_ns": calls_ns, **status}
-    return Picture(shown, b"", now_ns - int(beat_age_s * 1e9), alive)
+    return Picture(shown, now_ns - int(beat_age_s * 1e9), alive)
 
 
 @contextmanager
 def served(look: Callable[[], Picture] = picture) -> Iterator[int]:
     """The port of the daemon's HTTP server, which shows this picture."""
     (port,) = free_ports(1)
-    server = MetricsServer("127.0.0.1", port, look)
+    server = MetricsServer("127.0.0.1", port, look, metrics.Metrics())
     try:
         yield port
     finally:

@@ -148,6 +148,7 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
         text = b"".join(archive.extractfile(member).read() for member in archive).decode()  # type: ignore[union-attr]
     assert "hunter2" not in text
     assert "[removed]@127.0.0.1" in text
+    assert "no metrics: " in text
 
 
 def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine import reservations as module
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, layout_for
-from kvprefetch.daemon.engine.reservations import Reservations, Reserved
+from kvprefetch.daemon.engine.reservations import Reservations, Reserved, Withdrawn
 from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.errors import SegmentError

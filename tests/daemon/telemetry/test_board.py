@@ -19,7 +19,7 @@ import pytest
 
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.telemetry import board
-from kvprefetch.daemon.telemetry.board import METRICS_BYTES, STATUS_BYTES, Board
+from kvprefetch.daemon.telemetry.board import STATUS_BYTES, Board
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports
 from tests.support.command import kvprefetchd, run
@@ -51,17 +51,17 @@ def made(tmp_path: Path) -> Iterator[Board]:
 
 
 def test_another_process_reads_what_was_written_last(made: Board, tmp_path: Path) -> None:
-    made.write({"phase": "serving"}, b"a 1\n")
-    made.write({"phase": "stopping"}, b"a 2\n")
+    made.write({"phase": "serving"})
+    made.write({"phase": "stopping"})
     made.beat(77)
     script = """if True:
         import sys
         from pathlib import Path
         from kvprefetch.daemon.telemetry import board
         seen = board.read(Path(sys.argv[1]))
-        print(seen.status['phase'], seen.metrics, seen.beat_ns, seen.alive)
+        print(seen.status['phase'], seen.beat_ns, seen.alive)
     """
-    assert run([sys.executable, "-c", script, str(tmp_path / "s.sock")]).stdout == "stopping b'a 2\\n' 77 True\n"
+    assert run([sys.executable, "-c", script, str(tmp_path / "s.sock")]).stdout == "stopping 77 True\n"
 
 
 def test_only_the_daemon_s_user_writes_and_its_group_reads(made: Board, tmp_path: Path) -> None:
@@ -78,14 +78,14 @@ def test_only_the_daemon_s_user_writes_and_its_group_reads(made: Board, tmp_path
 
 
 def test_a_reader_never_sees_half_of_a_picture(made: Board, tmp_path: Path) -> None:
-    """However fast the writer is, status and metrics are of one second."""
+    """However fast the writer is, a status is of one second."""
     over = threading.Event()
 
     def write() -> None:
         number = 0
         while not over.is_set():
             number += 1
-            made.write({"number": number, "more": "x" * (number % 5000)}, str(number).encode() * 1000)
+            made.write({"number": number, "more": "x" * (number % 5000), "again": number})
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -96,7 +96,7 @@ def test_a_reader_never_sees_half_of_a_picture(made: Board, tmp_path: Path) -> N
             for picture in (made.look(), board.read(tmp_path / "s.sock")):
                 if picture is not None and picture.status:
                     number = picture.status["number"]
-                    assert picture.metrics == str(number).encode() * 1000
+                    assert picture.status["again"] == number
                     seen.add(number)
     finally:
         over.set()
@@ -104,11 +104,10 @@ def test_a_reader_never_sees_half_of_a_picture(made: Board, tmp_path: Path) -> N
     assert len(seen) > 10
 
 
-def test_a_text_beyond_its_bound_is_left_out(made: Board) -> None:
-    made.write({"a": "x" * STATUS_BYTES}, b"y" * (METRICS_BYTES + 1))
-    assert (made.look().status, made.look().metrics) == ({}, b"")
-    made.write({"a": "x" * (STATUS_BYTES - 10)}, b"y" * METRICS_BYTES)
-    assert len(made.look().metrics) == METRICS_BYTES
+def test_a_status_beyond_its_bound_is_left_out(made: Board) -> None:
+    made.write({"a": "x" * STATUS_BYTES})
+    assert made.look().status == {}
+    made.write({"a": "x" * (STATUS_BYTES - 10)})
     assert len(made.look().status["a"]) == STATUS_BYTES - 10
 
 
@@ -137,7 +136,7 @@ def test_a_daemon_without_a_name_shows_itself_to_its_own_server(
     monkeypatch.setattr(posix_ipc, "SharedMemory", refused)
     made = Board(str(tmp_path / "s.sock"))
     assert "No permission" in made.fault
-    made.write({"phase": "serving"}, b"")
+    made.write({"phase": "serving"})
     assert made.look().status == {"phase": "serving"}
     made.close()
 
@@ -186,7 +185,7 @@ def test_commands_and_the_http_server_answer_while_the_loop_hangs(patched: Serve
         assert "attached" in shown.stdout
     status, said = get(port, "/readyz")
     assert (status, "main loop hangs" in said) == (503, True)
-    assert "kvprefetchd_loop_age_seconds" in get(port, "/metrics")[1]
+    assert "kvprefetchd_ready 0.0" in get(port, "/metrics")[1], "of this moment"
     daemon.sigkill()
 
 

@@ -177,6 +177,29 @@ def test_two_engines_of_one_name_make_one_series_and_none_once_they_are_gone() -
     assert 'engine="e"' not in made.text().decode()
 
 
+def test_a_scrape_never_fails_while_engines_come_and_go() -> None:
+    """The loop changes the series, the server's thread reads them."""
+    made, over = Metrics(), threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            names = range(number % 50)
+            made.show_engines({"engine": f"e{name}", **dict.fromkeys(ENGINE_NUMBERS, 1)} for name in names)
+            made.observe("fetch_seconds", 0.1, "memory")
+
+    loop = threading.Thread(target=change)
+    loop.start()
+    try:
+        for number in range(100):
+            made.show_health(picture(calls={"fetch": 1.0} if number % 2 else {}).health())
+            list(text_string_to_metric_families(made.text().decode()))
+    finally:
+        over.set()
+        loop.join()
+
+
 def test_what_another_part_counts_is_taken_over_and_does_not_fall() -> None:
     made = Metrics()
     for total, shown in ((5, 5), (7, 7), (2, 7), (3, 8)):  # it began anew in between
@@ -241,7 +264,7 @@ def test_a_server_without_clients_ends_at_once() -> None:
     (port,) = free_ports(1)
     began = time.monotonic()
     for _ in range(20):
-        MetricsServer("127.0.0.1", port, picture).close()
+        MetricsServer("127.0.0.1", port, picture, Metrics()).close()
     assert time.monotonic() - began < 7, "Python's own shutdown takes half a second"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
