@@ -108,23 +108,18 @@ class TorchStreams:
 
 
 class CudaCopies:
-    """By the copy kernel: one launch for a step's loads or saves. Torch copies host slots that are not pinned yet.
+    """By the copy kernel: a launch for up to STEP_BLOCKS of a step's loads or saves. Torch copies what is not pinned.
 
     Nothing is allocated after construction, and nothing is waited for.
     """
 
     def __init__(self, paged: PagedCache, device: Device, streams: TorchStreams) -> None:
-        """Compile the kernels or find them compiled. Raises DeviceError, and ValueError for blocks they cannot copy."""
+        """Compile the kernel or find it compiled. Raises DeviceError, and ValueError for blocks it cannot copy."""
         pieces, units = cuda_copy.piece_table(paged.pieces)
         self._paged, self._streams = paged, streams
         self._pieces = streams.on_device(pieces.view(np.uint8))
-
-        table, stream = (self._pieces.data_ptr(), units, paged.block_bytes), streams.current().cuda_stream
-        self.few = self.many = Launcher(device, cuda_copy.STEP_BLOCKS, *table, stream)
-        try:
-            self.many = Launcher(device, cuda_copy.WIDE_BLOCKS, *table, stream)
-        except DeviceError as error:
-            log.info("kvprefetch: one launch takes no more than %d blocks: %s", self.few.blocks, error)
+        stream = streams.current().cuda_stream
+        self.launcher = Launcher(device, self._pieces.data_ptr(), units, paged.block_bytes, stream)
         self._mark: Any = None
 
     def mark(self) -> None:
@@ -161,12 +156,11 @@ class CudaCopies:
             if not (pairs := [pair for pair in pairs if not pinned <= pair[0] < host]):
                 return
             slots, block_ids = zip(*pairs, strict=True)
-        launcher = self.few if len(slots) <= self.few.blocks else self.many
-        launcher.set_addresses(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
+        self.launcher.set_addresses(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
         most = cuda_copy.BESIDE_BLOCKS if beside and min(slots, default=host) < host else None
-        for start in range(0, len(slots), launcher.blocks):
-            stop = start + launcher.blocks
-            launcher.launch(slots[start:stop], block_ids[start:stop], stream.cuda_stream, gather=save, most=most)
+        for start in range(0, len(slots), cuda_copy.STEP_BLOCKS):
+            stop = start + cuda_copy.STEP_BLOCKS
+            self.launcher.launch(slots[start:stop], block_ids[start:stop], stream.cuda_stream, gather=save, most=most)
 
 
 def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:

@@ -3,8 +3,7 @@
 A slot is a block's bytes in the value's order.  A table of pieces (paged.py) in device memory says where they lie in
 the paged cache; it never changes.  Only the kernel's one argument changes from launch to launch, a structure that ends
 with the slot and block of each copy.  The driver has copied it when the launch returns, so nothing has to be kept or
-waited for.  A kernel has one size of argument, so there are two kernels: a small argument, quick to hand over, for most
-steps, and a large one for many blocks.
+waited for.  It is small, so that it is quick to hand over; a step of more blocks is several launches.
 
 The work is cut into units of at most UNIT_BYTES of one segment, one unit per warp at a time, each lane with eight
 accesses of 16 bytes in flight.  Addresses or lengths that are not multiples of 16 are copied in the widest steps that
@@ -25,10 +24,8 @@ KERNEL = "kvprefetch_copy"
 THREADS = 256
 WARP = 32
 UNIT_BYTES = 4096
-# Blocks of KV in one launch: with 4 KiB of arguments, which every driver takes, and with 32,764 bytes, which nvrtc and
-# driver of CUDA 12.1 and later take on every GPU that they still serve.
+# Blocks of KV in one launch: with 4 KiB of arguments, which every driver takes.
 STEP_BLOCKS = 500
-WIDE_BLOCKS = 4000
 # Blocks of threads per multiprocessor: as many as are resident at a time, and some to smooth the end.
 BLOCKS_PER_PROCESSOR = 16
 # Blocks of threads, in all, that read host memory beside a forward. A resident block stays until it is done, and warps
@@ -43,23 +40,22 @@ PIECE = np.dtype(
         ("length", np.uint32), ("segments", np.uint32), ("parts", np.uint32), ("first", np.uint32),
     ]
 )  # fmt: skip
+# Slot n lies at host + n * slot_bytes, from host_slots on at device + (n - host_slots) * slot_bytes.
+STEP = np.dtype(
+    [
+        ("pieces", np.uint64), ("host", np.uint64), ("device", np.uint64), ("slot_bytes", np.uint64),
+        ("units", np.uint32), ("count", np.uint32), ("host_slots", np.uint32), ("gather", np.uint32),
+        ("slots", np.uint32, STEP_BLOCKS), ("blocks", np.uint32, STEP_BLOCKS),
+    ]
+)  # fmt: skip
 
-
-def step_type(blocks: int) -> np.dtype[np.void]:
-    """The kernel's argument, as the source declares it.
-
-    Slot n lies at host + n * slot_bytes, from host_slots on at device + (n - host_slots) * slot_bytes.
-    """
-    return np.dtype(
-        [
-            ("pieces", np.uint64), ("host", np.uint64), ("device", np.uint64), ("slot_bytes", np.uint64),
-            ("units", np.uint32), ("count", np.uint32), ("host_slots", np.uint32), ("gather", np.uint32),
-            ("slots", np.uint32, blocks), ("blocks", np.uint32, blocks),
-        ]
-    )  # fmt: skip
-
-
-_SOURCE = """
+SOURCE = f"""
+#define UNIT_BYTES {UNIT_BYTES}u
+#define STEP_BLOCKS {STEP_BLOCKS}u
+#define PIECE_SIZE {PIECE.itemsize}u
+#define STEP_SIZE {STEP.itemsize}u
+"""
+SOURCE += """
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
@@ -69,7 +65,7 @@ struct Step {
     u32 units, count, host_slots, gather;
     u32 slots[STEP_BLOCKS], blocks[STEP_BLOCKS];
 };
-static_assert(sizeof(Piece) == PIECE_SIZE && sizeof(Step) == STEP_SIZE && sizeof(Step) <= 32764, "tables differ");
+static_assert(sizeof(Piece) == PIECE_SIZE && sizeof(Step) == STEP_SIZE && sizeof(Step) <= 4096, "tables differ");
 
 template <typename T>
 __device__ __forceinline__ void move(u64 target, u64 source, u32 bytes, u32 lane) {
@@ -118,22 +114,13 @@ extern "C" __global__ void __launch_bounds__(256, 4) kvprefetch_copy(const __gri
 """
 
 
-def source(blocks: int) -> str:
-    """CUDA C++ of the kernel for up to `blocks` blocks."""
-    text = _SOURCE
-    sizes = {"PIECE_SIZE": PIECE.itemsize, "STEP_SIZE": step_type(blocks).itemsize}
-    for name, value in {"UNIT_BYTES": UNIT_BYTES, "STEP_BLOCKS": blocks, **sizes}.items():
-        text = text.replace(name, f"{value}u")
-    return text
-
-
 def piece_table(pieces: Sequence[Piece]) -> tuple[npt.NDArray[np.void], int]:
     """(the kernel's table of pieces, units per block). Raises ValueError where 32 bits do not hold a number."""
     table = np.zeros(len(pieces), PIECE)
     offset = units = 0
     for row, piece in zip(table, pieces, strict=True):
         parts = -(-piece.length // UNIT_BYTES)
-        if max(piece.length, (units + piece.segments * parts) * WIDE_BLOCKS) >= 1 << 32:
+        if max(piece.length, (units + piece.segments * parts) * STEP_BLOCKS) >= 1 << 32:
             raise ValueError(f"block is too large for the copy kernel: bytes={piece.length * piece.segments}")
         row["address"], row["stride"], row["distance"] = piece.address, piece.stride, piece.distance
         row["length"], row["segments"], row["parts"] = piece.length, piece.segments, parts
@@ -150,18 +137,16 @@ def grid_for(units: int, blocks: int, processors: int) -> int:
 
 
 class Launcher:
-    """The kernel for up to `blocks` blocks of KV at a time, with its argument. For one thread."""
+    """The kernel with its argument. For one thread."""
 
-    def __init__(self, device: Device, blocks: int, pieces: int, units: int, slot_bytes: int, stream: int) -> None:
+    def __init__(self, device: Device, pieces: int, units: int, slot_bytes: int, stream: int) -> None:
         """Compile it or find it compiled, and load it; `pieces`: address of the table. Raises DeviceError.
 
-        Launches it once without work: no part is left to be loaded in the middle of a step, and a driver that does not
-        take an argument of this size refuses it now.
+        Launches it once without work: no part is left to be loaded in the middle of a step.
         """
-        self.blocks = blocks
         self._units, self._processors = units, device.processors
-        self.kernel = device.kernel(source(blocks), KERNEL)
-        self._step = np.zeros(1, step_type(blocks))
+        self.kernel = device.kernel(SOURCE, KERNEL)
+        self._step = np.zeros(1, STEP)
         self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
         self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
         self._step["pieces"], self._step["units"], self._step["slot_bytes"] = pieces, units, slot_bytes
@@ -175,7 +160,7 @@ class Launcher:
     def launch(
         self, slots: Sequence[int], block_ids: Sequence[int], stream: int, *, gather: bool, most: int | None = None
     ) -> None:
-        """Queue the copies of up to `blocks` pairs, by up to `most` blocks of threads. Raises DeviceError."""
+        """Queue the copies of up to STEP_BLOCKS pairs, by up to `most` blocks of threads. Raises DeviceError."""
         count = len(slots)
         self._slots[:count], self._blocks[:count] = slots, block_ids
         self._fields["count"][0], self._fields["gather"][0] = count, gather

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.modules.setdefault("torch", types.ModuleType("torch"))
 
-from kvprefetch.connector.cuda_copy import STEP_BLOCKS, THREADS, grid_for, piece_table, source, step_type  # noqa: E402
+from kvprefetch.connector.cuda_copy import SOURCE, STEP, THREADS, grid_for, piece_table  # noqa: E402
 from kvprefetch.connector.paged import Piece  # noqa: E402
 from tests.support.fakecuda.kernel import SANITIZED, compiled  # noqa: E402
 
@@ -81,7 +81,7 @@ class Layout:
         table = self._buffer(self.table.nbytes)
         table[:] = self.table.view(np.uint8)
         gather = rng.random() < 0.5
-        step = np.zeros(1, step_type(STEP_BLOCKS))
+        step = np.zeros(1, STEP)
         step["pieces"], step["units"], step["slot_bytes"] = table.ctypes.data, self.units, self.slot_bytes
         step["host"], step["device"], step["host_slots"] = self.host.ctypes.data, self.device.ctypes.data, hosts
         step["count"], step["gather"] = count, gather
@@ -105,7 +105,7 @@ class Layout:
 
 
 def main(folder: str, seed: str, launches: str) -> None:
-    library = ctypes.CDLL(str(compiled(source(STEP_BLOCKS), Path(folder), SANITIZED)))
+    library = ctypes.CDLL(str(compiled(SOURCE, Path(folder), SANITIZED)))
     rng = random.Random(int(seed))
     for _ in range(int(launches)):
         layout = Layout(rng)

@@ -72,8 +72,7 @@ class World:
             return PlainCopies(self.paged)
         streams: Any = self.streams
         copies = CudaCopies(self.paged, self.device, streams)
-        for launcher in {copies.few, copies.many}:
-            launcher.kernel = Recorded(launcher.kernel)  # type: ignore[assignment]
+        copies.launcher.kernel = Recorded(copies.launcher.kernel)  # type: ignore[assignment]
         return copies
 
     def run(self, copies: Copies, *orders: Any, **options: Any) -> None:
@@ -88,11 +87,8 @@ class World:
         self.paged.save(row, [0], [block])
         return row[0]
 
-    def grids(self, copies: Any) -> list[int]:
-        return [grid for launcher in (copies.few, *{copies.many} - {copies.few}) for grid in launcher.kernel.grids]
-
     def launches(self, copies: Any) -> int:
-        return len(self.grids(copies))
+        return len(copies.launcher.kernel.grids)
 
     def close(self) -> None:
         self.streams.synchronize()
@@ -173,32 +169,31 @@ def test_orders_of_two_epochs_are_two_launches(make: Callable[..., World]) -> No
         assert (world.value(block + 1) == one.all[HOST + 1]).all()
 
 
-def load_many(world: World, copies: Any, count: int) -> tuple[int, int]:
-    """Load so many blocks; return the launches of each kernel."""
-    slots = [n % (HOST + DEVICE) for n in range(count)]
-    world.run(copies, checked(world.paged, world.session, slots, range(count)))
-    assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
-    return len(copies.few.kernel.grids), len(copies.many.kernel.grids)
-
-
-def test_a_driver_that_takes_no_large_argument_gets_several_small_ones(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("count", "launches"), [(7, 1), (8, 2), (30, 5), (64, 10)])
+def test_a_launch_takes_what_its_argument_holds(
+    world: World, monkeypatch: pytest.MonkeyPatch, count: int, launches: int
 ) -> None:
     monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
-    assert load_many(world, world.copies(), 30) == (0, 1)
-    make, made = world.device.kernel, list[Recorded]()
+    copies, slots = world.copies(), [n % (HOST + DEVICE) for n in range(count)]
+    world.run(copies, checked(world.paged, world.session, slots, range(count)))
+    assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
+    assert world.launches(copies) == launches
+
+
+def test_nothing_is_left_to_be_loaded_at_the_first_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is launched when it is made, with nothing to do."""
+    before, kernels = world.value(0), list[Recorded]()
+    make = world.device.kernel
 
     def kernel(source: str, name: str) -> Any:
-        if f"{cuda_copy.WIDE_BLOCKS}u" in source:
-            raise DeviceError("cuLaunchKernel: made to fail")
-        made.append(Recorded(make(source, name)))
-        return made[-1]
+        kernels.append(Recorded(make(source, name)))
+        return kernels[-1]
 
     monkeypatch.setattr(world.device, "kernel", kernel)
-    with caplog.at_level("INFO"):
-        assert load_many(world, world.copies(), 30) == (5, 5), "one and the same"
-    assert "no more than 7 blocks" in caplog.text
-    assert len(made[0].grids) == 1 + 5, "one at the start, without work: nothing is left to be loaded in a step"
+    world.copies()
+    assert [each.grids for each in kernels] == [[1]]
+    world.streams.synchronize()
+    assert (world.value(0) == before).all()
 
 
 def test_what_reads_host_memory_beside_a_forward_leaves_it_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +205,10 @@ def test_what_reads_host_memory_beside_a_forward_leaves_it_room(world: World, mo
         for beside in (False, True):
             world.run(copies, checked(world.paged, world.session, slots, range(DEVICE)), beside=beside)
             assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
-    full = world.grids(copies)[0]
+    grids = copies.launcher.kernel.grids
+    full = grids[0]
     assert full > 3
-    assert world.grids(copies) == [full, full, full, 3]
+    assert grids == [full, full, full, 3]
 
 
 def busy(world: World) -> None:
@@ -227,7 +223,7 @@ def test_the_copies_of_a_step_that_failed_are_over(world: World, monkeypatch: py
     def fail(*values: Any) -> None:
         raise DeviceError("cuLaunchKernel: made to fail")
 
-    monkeypatch.setattr(copies.few.kernel, "launch", fail)
+    monkeypatch.setattr(copies.launcher.kernel, "launch", fail)
     busy(world)
     forward = world.streams.event()
     forward.record(world.streams.compute)
