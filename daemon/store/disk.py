@@ -138,11 +138,6 @@ def _close_to_others(fd: int, path: Path, log: Any) -> None:
     if not mode & _OTHERS and mode & stat.S_IRWXU == stat.S_IRWXU:
         return
     os.fchmod(fd, 0o700)
-    # Nobody else comes in from here on, so that a name cannot become a link to another file meanwhile.
-    for name in names:
-        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & _OTHERS:
-            os.chmod(name, stat.S_IMODE(status.st_mode) & ~_OTHERS, dir_fd=fd)
     log.warning("disk.mended", folder_mode=f"{mode:04o}", files=len(names))
 
 
