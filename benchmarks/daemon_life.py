@@ -27,7 +27,6 @@ from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.engine.reasons import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings
@@ -37,7 +36,6 @@ from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import EngineSide, EngineSpec
 
-CHUNK_BYTES = 4 << 20
 SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
 
 
@@ -67,27 +65,16 @@ class Life:
         spec = EngineSpec(ranks=shape.ranks, block_bytes=shape.value_bytes, max_blocks=shape.blocks, saves=False)
         workers = [spec.worker(rank) for rank in range(shape.ranks)]
         engine = EngineInfo(spec.engine_id, spec.groups, spec.scheduler(), workers)
-        memory = EngineMemory.create(
-            DaemonConfig.model_validate({"staging": STAGED_PROMPTS * shape.prompt_bytes}), 1, engine
-        )
+        options = {"staging": STAGED_PROMPTS * shape.prompt_bytes, "sessions": "off"}
+        config = DaemonConfig.model_validate(options if private else {**options, "mooncake_config": "a cluster's"})
+        memory = EngineMemory.create(config, 1, engine)
         for address, length in memory.staging.areas():
             ctypes.memset(address, 1, length)
         log = structlog.get_logger()
         store = Store(replace(SETTINGS, private=private), log)
         store.adopt(cast(Any, InstantClient(shape.value_bytes)))
         self.shape, self.pools, self.engine = shape, OneThread(), EngineSide()
-        services = Services(
-            store,
-            self.pools,
-            log,
-            Metrics(),
-            time.monotonic_ns,
-            chunk_bytes=CHUNK_BYTES,
-            disk_call_bytes=CHUNK_BYTES,
-            lease_ns=10_000_000_000,
-            media=not private,
-            histories=Histories(),
-        )
+        services = Services(config, store, self.pools, log, Metrics(), time.monotonic_ns)
         self.epoch = Epoch(services, memory, engine)
         self.engine.open(memory.control.buffer)
 

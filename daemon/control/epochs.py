@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from ...kv.keys import owner
-from ..config.model import DaemonConfig, Mode
+from ..config.model import Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory
-from ..engine.reasons import Histories
 from ..engine.reservations import Reservations
-from ..store.client import Store
-from ..store.disk import DISK_BUFFER_BYTES
 from ..telemetry.events import Ending
-from ..telemetry.logs import Log
-from ..telemetry.metrics import Metrics
 from ..telemetry.snapshot import Snapshot
-from ..work.pools import Pools
 from .refusals import Refusals
 
 
 @dataclass(eq=False)
-class Shared:
+class Shared(Services):
     """The parts of the daemon that all engines share.
 
-    A reload replaces `config`. `mode` starts as configured; a reload and an operator change it.
+    `mode` starts as configured; a reload and an operator change it.
     """
 
-    config: DaemonConfig
-    store: Store
-    pools: Pools
     snapshot: Snapshot
-    metrics: Metrics
-    log: Log
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.mode: Mode = self.config.mode
-        self.histories = Histories()
         self.refusals = Refusals()
         self.master_http = ""  # host:port of the embedded store's master
 
@@ -60,21 +48,8 @@ class Epochs:
     def attach(self, memory: EngineMemory, engine: EngineInfo) -> Epoch:
         """Make an epoch on memory that was reserved."""
         shared, config = self._shared, self._shared.config
-        services = Services(
-            shared.store,
-            shared.pools,
-            shared.log,
-            shared.metrics,
-            time.monotonic_ns,
-            chunk_bytes=config.chunk,
-            disk_call_bytes=DISK_BUFFER_BYTES // config.fetch_threads,
-            lease_ns=config.lease_ns,
-            media=config.disk is not None or config.mooncake_config is not None,
-            histories=shared.histories,
-            sessions=config.sessions == "on",
-        )
         unnamed = config.namespaces == "shared" or engine.scheduler.upstream_keys
-        epoch = Epoch(services, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))
+        epoch = Epoch(shared, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))
         epoch.switch(shared.mode)
         self._attached.append(epoch)
         return epoch

@@ -225,7 +225,7 @@ class Epoch(Caller):
         prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes, hint.local_blocks), None
-        if hint.session != NO_SESSION and self._services.sessions and self.parts.mode == "on":
+        if hint.session != NO_SESSION and self._services.config.sessions == "on" and self.parts.mode == "on":
             gap_ns = self._calls.session_came(hint, now)
         self.parts.sessions.used(hint.blocks - hint.local_blocks)
         self.traces.begin(key, hint, now, met, gap_ns)

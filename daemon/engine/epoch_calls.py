@@ -103,8 +103,8 @@ class EpochCalls:
             blocks = range(chain.blocks(groups))
             look_ups.keep(Prompt(groups, chain.hashes, blocks, room=1 << 30, staged=_not_staged))
         if (batch := look_ups.next_batch(now_ns)) is not None:
-            store = self._services.store
-            media = self._services.media and not batch.renewal
+            store, config = self._services.store, self._services.config
+            media = not batch.renewal and (config.disk is not None or config.mooncake_config is not None)
             run = partial(transfers.look_up, store, parts.ranks, batch.digests, media=media)
             self._start(Kind.LOOK_UP, run, partial(self._looked_up, batch), partial(self._look_up_overdue, batch))
 
@@ -159,7 +159,7 @@ class EpochCalls:
         """
         if order.session:
             if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
-                on = self._services.sessions
+                on = self._services.config.sessions == "on"
                 reason = "no request of this session came lately" if on else "the daemon's sessions are off"
                 reply(Outcome(number=order.number, outcome="missing", reason=reason))
                 return

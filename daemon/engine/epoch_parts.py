@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ...shmring.wire.codec import Message
-from ..config.model import Mode
+from ..config.model import DaemonConfig, Mode
 from ..planning.bad_values import BadValues
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
 from ..planning.requests import Key
 from ..store.client import Store
+from ..store.disk import DISK_BUFFER_BYTES
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..telemetry.metrics import Metrics
@@ -31,31 +32,26 @@ PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
 
 
-class Services(NamedTuple):
-    """What the daemon lends to its epochs.
+@dataclass(eq=False)
+class Services:
+    """What the daemon lends to its epochs. A reload replaces `config`."""
 
-    `chunk_bytes`: of one store call; `disk_call_bytes`: the most of one that reads from disks.  `media`: look-ups ask
-    where values lie.  `sessions`: their prompts are staged before they come back.
-    """
-
+    config: DaemonConfig
     store: Store
     pools: Pools
     log: Log
     metrics: Metrics
     clock_ns: Callable[[], int]
-    chunk_bytes: int
-    disk_call_bytes: int
-    lease_ns: int
-    media: bool
-    histories: Histories
-    sessions: bool = False
+
+    def __post_init__(self) -> None:
+        self.histories = Histories()
 
 
 class EpochParts:
     """What one epoch has. `mode`: what the daemon does for the engine; `send` reaches its scheduler, once set."""
 
     def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
-        self.services, self.memory, self.engine = services, memory, engine
+        self.services, self.memory, self.engine, config = services, memory, engine, services.config
         self.log = services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch)
         self.counters = Counters(services.metrics)
         self.mode: Mode = "on"
@@ -63,18 +59,18 @@ class EpochParts:
         self.ranks = self.ranks_of(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.traces = Traces(memory.block_bytes, len(engine.groups))
-        chunk_blocks = max(1, services.chunk_bytes // memory.block_bytes)
+        chunk_blocks = max(1, config.chunk // memory.block_bytes)
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(
             memory.save_slots_from,
             self.channel,
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
-            disk_chunk_blocks=min(chunk_blocks, services.disk_call_bytes // part_bytes),
+            disk_chunk_blocks=min(chunk_blocks, DISK_BUFFER_BYTES // config.fetch_threads // part_bytes),
             device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
         self.bad_values = BadValues()
-        timeout_ns, lease_ns = services.pools.timeout_ns, services.lease_ns
+        timeout_ns, lease_ns = services.pools.timeout_ns, config.lease_ns
         self.look_ups = LookUps(self.planner.requests, self.bad_values, timeout_ns=timeout_ns, lease_ns=lease_ns)
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
         self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)

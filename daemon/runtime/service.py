@@ -106,7 +106,7 @@ class Daemon:
             self._server = MetricsServer(config.metrics_address, config.metrics_port, board.look, self._metrics)
         if (store := self._backend.open()) is None:
             return
-        shared = Shared(config, store, pools, snapshot, self._metrics, self._log)
+        shared = Shared(config, store, pools, self._log, self._metrics, time.monotonic_ns, snapshot)
         shared.master_http = self._backend.http
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)

@@ -12,7 +12,6 @@ from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.engine.epoch_parts import Services
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
-from kvprefetch.daemon.engine.reasons import Histories
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
@@ -89,20 +88,11 @@ def make_epoch(
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
     spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
     engine = EngineInfo("e", groups, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
-    memory = EngineMemory.create(DaemonConfig.model_validate({"staging": "64KiB"}), 7, engine)
-    services = Services(
-        store or cast(Any, Answering()),
-        pools or cast(Any, Pools()),
-        structlog.get_logger(),
-        Metrics(),
-        clock_ns,
-        chunk_bytes=4096 * chunk_blocks,
-        disk_call_bytes=1 << 20,
-        lease_ns=10 * SECOND_NS,
-        media=False,
-        histories=Histories(),
-        sessions=sessions,
-    )
+    options = {"staging": "64KiB", "chunk": 4096 * chunk_blocks, "sessions": "on" if sessions else "off"}
+    config = DaemonConfig.model_validate(options)
+    memory = EngineMemory.create(config, 7, engine)
+    store, pools = store or cast(Any, Answering()), pools or cast(Any, Pools())
+    services = Services(config, store, pools, structlog.get_logger(), Metrics(), clock_ns)
     return Epoch(services, memory, engine)
 
 
