@@ -1,4 +1,4 @@
-"""The engine's parts are pulled: none keeps something to call but the way to the engine. Constructors are small."""
+"""The parts of the engine are pulled: none keeps something to call but the way to it. Constructors are small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import kvprefetch.daemon
 from kvprefetch.daemon.engine.device import DeviceStaging
-from kvprefetch.daemon.engine.epoch_parts import EpochParts
+from kvprefetch.daemon.engine.epoch_parts import EpochParts, Services
 from tests.daemon.engine.epochs import Engine, announced, digest, later_weights, make_epoch
 from tests.support.fakecuda import UUID, machine, needs_fake
 
@@ -32,7 +32,7 @@ def kept_callables(thing: Any, name: str, seen: set[int]) -> Iterator[str]:
     slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
     values = {slot: getattr(thing, slot) for slot in slots if hasattr(thing, slot)} | getattr(thing, "__dict__", {})
     for attribute, value in values.items():
-        if callable(value) and not isinstance(value, type) and not isinstance(thing, EpochParts):
+        if callable(value) and not isinstance(value, type) and not isinstance(thing, (EpochParts, Services)):
             yield f"{name}.{attribute}"
         yield from kept_callables(value, f"{name}.{attribute}", seen)
 

@@ -116,6 +116,20 @@ def test_an_order_that_is_dropped_ends_the_prefix_before_it_and_its_slots_come_b
     assert planner.stop(key) == [], "it was stopped before"
 
 
+def test_with_all_of_its_orders_dropped_it_is_final_at_once() -> None:
+    planner, flags = planned(8, 2)
+    key = hit(planner, 1, *"abcd", local=1)
+    orders = ordered(planner), ordered(planner)
+    for number in planner.stop(key):
+        planner.drop(number)
+    assert (flags.count[key], key in flags.final) == (1, True)
+    planner.finish(key)
+    for order in orders:
+        returned(planner, order, ok=False)
+    planner.check()
+    assert planner.gauges()["slots_free"] == 8
+
+
 def test_an_order_that_brings_blocks_for_others_is_not_to_be_dropped_nor_are_those_before_it() -> None:
     planner, _ = planned(20, 4)
     one, other = hit(planner, 1, *"abcde"), hit(planner, 2, *"wxyz")
