@@ -258,6 +258,11 @@ class FakeCache(LocalCache):
         return self.names.get(block_id) == name
 
 
+def block_ids(request: Request) -> list[int]:
+    """Return the ids of all its blocks in a model with one group: 100 + index."""
+    return [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
+
+
 def scheduled_output(
     pairs: Sequence[tuple[Request, int]],
     tables: Mapping[str, tuple[list[int], ...]] | None = None,
@@ -334,8 +339,8 @@ class Engine:
         return self.side.match(request, self.cache.hits[request.request_id] if local is None else local)
 
     def allocate(self, request: Request, tokens: int, *, local: int | None = None) -> list[int]:
-        """Blocks for the whole request; block ids are 100 + index."""
-        ids = [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
+        """Blocks for the whole request."""
+        ids = block_ids(request)
         self.side.allocated(request, Blocks(ids), tokens)
         request.num_computed_tokens = (self.cache.hits[request.request_id] if local is None else local) + tokens
         return ids
@@ -353,9 +358,7 @@ class Engine:
         `tables`: the blocks of each request in each group; `offers`: as in scheduled_output.
         """
         pairs = list(scheduled)
-        blocks = {
-            r.request_id: tables or ([100 + i for i in range((r.num_tokens + BLOCK - 1) // BLOCK)],) for r, _ in pairs
-        }
+        blocks = {request.request_id: tables or (block_ids(request),) for request, _ in pairs}
         output = scheduled_output(pairs, blocks, offers)
         meta = self.hooks.build_connector_meta(output)
         scheduler_checks.check(self.side)
@@ -380,26 +383,6 @@ class Engine:
                 failed_blocks=bool(failed_loads),
             )
 
-    def before_claim(self, request_id: str, act: Callable[[], object]) -> None:
-        """Let the daemon act between the look at the request's flag and its claim."""
-        state = self.side.requests[request_id]
-        vars(state)["handle"] = _Between(state.handle, act)
-
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         request.num_computed_tokens = 0
-
-
-class _Between:
-    """A handle whose first claim comes after `act`."""
-
-    def __init__(self, handle: Any, act: Callable[[], object]) -> None:
-        self._handle, self._act = handle, act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
-
-    def claim(self, *args: int) -> Any:
-        act, self._act = self._act, lambda: None
-        act()
-        return self._handle.claim(*args)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,21 @@ def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
     assert engine.daemon.flag("nothing").state == FlagState.CANCELLED
 
 
+class Between:
+    """A handle whose first claim comes after `act`."""
+
+    def __init__(self, handle: Any, act: Callable[[], object]) -> None:
+        self._handle, self._act = handle, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def claim(self, *args: int) -> Any:
+        act, self._act = self._act, lambda: None
+        act()
+        return self._handle.claim(*args)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -> None:
     """The flag moves between the look and the claim; published again, its word is what it was."""
@@ -120,7 +137,8 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
         if again:
             engine.daemon.stage("r", 3, slots=[1, 2, 3])
 
-    engine.before_claim("r", taken_back)
+    state = engine.side.requests["r"]
+    vars(state)["handle"] = Between(state.handle, taken_back)
     if not again:
         assert engine.match(request) == PENDING
         assert engine.daemon.flag("r") == (1, FlagState.HINTED, 0)

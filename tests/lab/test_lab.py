@@ -1,4 +1,4 @@
-"""The lab's parts without an engine: links, and no process left."""
+"""The lab's parts without an engine (tests/e2e/test_lab.py has that): links, and no process left."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def test_a_lossy_link_loses_packets_until_it_does_not(tmp_path: Path) -> None:
 
 
 def _receive_seconds(address: str, log: Path, size: int) -> float:
-
     eventually(lambda: log.exists() and "up" in log.read_text(), 20, lambda: process.tail(log))
     with socket.create_connection((address, 7001), timeout=20) as stream:
         begun, got = time.monotonic(), 0
