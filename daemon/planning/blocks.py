@@ -130,7 +130,7 @@ class Blocks:
     def _oldest(self, taker: Request) -> Run | None:
         """Return the least recently used idle run that is not kept for an announcement; for a hinted request any."""
         hinted, runs = taker.announced is None, islice(self._idle, MAX_TRIES)
-        since_ns = taker.due_ns if taker.announced is None else taker.announced.since_ns
+        since_ns = taker.arrived_ns if taker.announced is None else taker.announced.since_ns
         found = next((run for run in runs if run.ahead_until_ns <= since_ns), None)
         return next(reversed(self._idle), None) if found is None and hinted else found
 

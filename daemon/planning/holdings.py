@@ -71,11 +71,10 @@ class Holdings:
         if request.held:
             self.served.add(request.sequence)
 
-    def shorten(self, request: Request, limit: int) -> None:
-        """Stage no more than so many leading blocks."""
-        request.limit = limit
-        self._unpin(request, limit)
-        request.issued = min(request.issued, limit)
+    def show_nothing(self, request: Request) -> None:
+        """End it with its local blocks."""
+        self._unpin(request, 0)
+        request.ready = request.issued = request.published = request.limit = 0
         self.advance(request)
 
     def stop(self, request: Request, failure: Failure) -> None:

@@ -92,7 +92,7 @@ class Planner:
 
     def fetch_nothing(self, request: Request) -> None:
         """Show a request no more than its local blocks."""
-        self._holdings.shorten(request, 0)
+        self._holdings.show_nothing(request)
 
     def lost(self, request: Request, block: int) -> None:
         """The store has this block of the request no more. It keeps those that are staged, or on their way."""

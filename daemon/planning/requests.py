@@ -54,7 +54,7 @@ class Request:
     priority: int
     sequence: int
     names: bytes | bytearray
-    due_ns: int = 0  # its arrival; once `ranked`, its place in the order of fetches
+    arrived_ns: int = 0
     limit: int = -1  # -1 until looked up
     ready: int = 0
     issued: int = 0
@@ -75,6 +75,10 @@ class Request:
     stopped: bool = False  # the engine recomputes what was not under way
     ranked: bool = False
     announced: Announced | None = None
+    due_ns: int = field(init=False)  # its place in the order of fetches: its arrival until it is `ranked`
+
+    def __post_init__(self) -> None:
+        self.due_ns = self.arrived_ns
 
     @property
     def blocks(self) -> int:

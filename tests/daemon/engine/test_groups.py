@@ -193,6 +193,14 @@ def test_where_a_block_fails_the_next_shorter_complete_prefix_is_shown(setup: Se
     assert setup.flag(key) == Flag(1, FlagState.READY, 1)
 
 
+def test_where_a_block_fails_nothing_is_shown_in_a_mode_that_fetches_no_other(setup: Setup) -> None:
+    key = setup.hinted(0, "a", "b", "c")
+    setup.answered([1, 1, 1, 1, 1, 1])
+    setup.epoch.switch("off")
+    setup.fetched(OK, OK, MISS, OK)
+    assert setup.flag(key) == Flag(1, FlagState.READY, 0)
+
+
 def test_a_value_that_is_known_to_be_bad_is_not_chosen_again(setup: Setup) -> None:
     setup.hinted(0, "a", "b")
     setup.answered([1, 1, 1, 1])

@@ -204,9 +204,9 @@ def hit(planner: Planner, number: int, *names: str, disk: bytes = b"", local: in
     return key
 
 
-def announced(planner: Planner, number: int, *names: str, disk: bytes = b"") -> Key:
+def announced(planner: Planner, number: int, *names: str, disk: bytes = b"", until_ns: int = 1 << 62) -> Key:
     """Announce a prompt whose blocks the store has."""
-    key = planner.hinted((-1, number), digests(*names), until_ns=1 << 62).key
+    key = planner.hinted((-1, number), digests(*names), until_ns=until_ns).key
     planner.looked_up(key, len(names), disk)
     return key
 

@@ -62,8 +62,9 @@ def test_the_last_blocks_of_the_least_recently_used_run_make_room_first() -> Non
 
 def test_blocks_that_are_announced_make_room_last_and_the_prompt_that_came_last_goes_first() -> None:
     planner, _ = planned(6, 8)
+    planner.block_ns = [1e9, 1e9]  # a long fetch is behind later ones, and no later for that
     for number, names in enumerate(("ab", "cd"), 1):
-        key = announced(planner, number, *names)
+        key = announced(planner, number, *names, until_ns=5 * 10**9)
         order = planner.next_order(ahead=True)
         assert order is not None
         planner.fetched(order.number, [True, True], 1)
