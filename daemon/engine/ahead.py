@@ -250,17 +250,20 @@ class Ahead:
             each.announced = each.announced._replace(until_ns=0)
 
     def late(self, now_ns: int) -> list[Key]:
-        """End the announcements whose time is over; return the requests of theirs that are to be stopped."""
-        over = [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]
-        for number in over:
+        """End the announcements whose time is over; return the requests without one: they are to be stopped."""
+        for number in [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]:
             self._over(number, "expired")
-        return [key for key, number in self._at_work.items() if number in over]
+        return [key for key, number in self._at_work.items() if number not in self._known]
 
     def stop(self, why: str) -> None:
-        """Refuse all of it: the engine goes, or its blocks are void."""
+        """Refuse all of it."""
         for number in list(self._known):
             self._over(number, "rejected", why)
-        self._at_work.clear()  # nothing says that they end
+
+    def reset(self) -> None:
+        """Refuse all of it, as its blocks are void: the planner ends the requests, too, and nothing says so."""
+        self.stop("its weights changed")
+        self._at_work.clear()
 
     @property
     def untold(self) -> int:

@@ -302,10 +302,11 @@ class Epoch(Caller):
         parts.ranks = parts.ranks_of(reset.weights)
         parts.bad_values.clear(self._services.clock_ns())
         parts.reasons.moved(parts.ranks.namespaces)
-        self._calls.count_puts(self.saver.reset(reset.reset_generation, parts.reasons.stored))
-        parts.ahead.stop("its weights changed")
+        lost = self.saver.reset(reset.reset_generation, parts.reasons.stored)
+        parts.ahead.reset()
         parts.sessions.clear()
         for request in self.contain(self.planner.reset, list[Request]()):
             self._write(request, Ending.RESET)
         parts.send(ResetDone(reset_generation=reset.reset_generation))
+        self._calls.count_puts(lost)  # after the answer: a full socket drops the notices behind it
         self._log.info("engine.reset", reset_generation=reset.reset_generation, weights=reset.weights)

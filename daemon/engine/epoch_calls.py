@@ -116,8 +116,8 @@ class EpochCalls:
 
     def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found, now = None if isinstance(result, BaseException) else result, self._services.clock_ns()
-        self._parts.counters.add("kept_blocks", len(batch.kept))
-        self.answer(self._parts.look_ups.answered(batch.number, found, now), now)
+        self.answer(self._parts.look_ups.answered(batch, found, now), now)
+        self._parts.counters.reach("kept_blocks", self._parts.look_ups.kept_blocks)
 
     def answer(self, answers: Sequence[Answer | Lost], now_ns: int) -> None:
         """Take what look-ups found out."""

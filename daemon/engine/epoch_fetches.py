@@ -44,8 +44,8 @@ class Fetches:
         get = self._gets[order.number] = Get()
         blocks = list(zip(order.digests, order.slots, strict=True))
         run = partial(transfers.fetch, self._services.store, self._parts.ranks, blocks, get=get)
-        on_result = partial(self._ended, order, self._services.clock_ns())
-        on_overdue = partial(self._overdue, order, get)
+        now = self._services.clock_ns()
+        on_result, on_overdue = partial(self._ended, order, now), partial(self._overdue, order, get, now)
         self._services.pools.start(Call(FETCHES[order.lane], run, on_result, on_overdue, self._caller))
 
     def stop(self, key: Key) -> None:
@@ -110,10 +110,10 @@ class Fetches:
         meter.add(good_bytes)
         pools.sizes[lane].fetched(good_bytes, now_ns - asked_ns, meter.total(now_ns))
 
-    def _overdue(self, order: Order, get: Get) -> None:
+    def _overdue(self, order: Order, get: Get, asked_ns: int) -> None:
         now = self._services.clock_ns()
         get.late = True
         self._parts.log.warning("call.overdue", call="fetch", blocks=len(order.slots), owners=get.nodes)
         for digest in order.digests:
-            self._parts.bad_values.add(digest, now, asked_ns=now)
+            self._parts.bad_values.add(digest, now, asked_ns=asked_ns)
         self._parts.planner.overdue(order.number, now, Failure("overdue", get.nodes))

@@ -66,12 +66,14 @@ class EpochParts:
             self.channel,
             chunk_blocks=chunk_blocks,
             lost=memory.staging.lost,
-            disk_chunk_blocks=min(chunk_blocks, DISK_BUFFER_BYTES // config.fetch_threads // part_bytes),
+            disk_chunk_blocks=min(chunk_blocks, max(1, DISK_BUFFER_BYTES // config.fetch_threads // part_bytes)),
             device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
         self.bad_values = BadValues()
-        timeout_ns, lease_ns = services.pools.timeout_ns, config.lease_ns
-        self.look_ups = LookUps(self.planner.requests, self.bad_values, timeout_ns=timeout_ns, lease_ns=lease_ns)
+        timeout_ns, lease_ns, shards = services.pools.timeout_ns, config.lease_ns, max(map(len, self.ranks.shards))
+        self.look_ups = LookUps(
+            self.planner.requests, self.bad_values, timeout_ns=timeout_ns, lease_ns=lease_ns, shards=shards
+        )
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
         self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)
         generation = engine.scheduler.reset_generation

@@ -29,6 +29,7 @@ FIRST_DIGESTS = 64  # of a prompt's first slice: a miss then costs little more t
 SLICE_DIGESTS = 4096  # of the later ones: a call of 10 ms, or of 35 where it asks for the medium
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
+MOST_KEYS = 16384  # of one question: a block has a key for each of its shards
 KEPT_NS = 50_000  # per digest of prompts that no request wants yet, and a second's worth at once
 KEPT_BURST_NS = 1_000_000_000
 
@@ -62,7 +63,6 @@ class Batch(NamedTuple):
     Or, in place of questions, the next blocks of the prompt that is `kept`.
     """
 
-    number: int
     questions: Sequence[Question]
     renewal: bool
     kept: Sequence[bytes] = ()
@@ -94,10 +94,13 @@ class LookUps:
     """Questions from a hint to its answer. The caller applies the answers in order."""
 
     def __init__(
-        self, requests: Mapping[Key, Request], bad_values: BadValues, *, timeout_ns: int, lease_ns: int
+        self, requests: Mapping[Key, Request], bad_values: BadValues, *, timeout_ns: int, lease_ns: int, shards: int = 1
     ) -> None:
+        """`shards`: of a block, at most; each has a key."""
         self._requests, self._bad_values = requests, bad_values
         self._timeout_ns, self._renew_ns = timeout_ns, lease_ns // 2
+        self._most = max(1, MOST_KEYS // shards)  # digests of a question
+        self._part = min(BATCH_DIGESTS, self._most)
         self._waiting: dict[Key, Asking] = {}
         self._queue: list[tuple[Urgency, Key]] = []
         self._renewals: list[tuple[int, int, int, Key]] = []  # when due, number of the request, first block of the part
@@ -107,7 +110,7 @@ class LookUps:
         self._kept: Prompt | None = None  # no request wants it yet
         self._kept_ns = 0  # when its next part may be asked for
         self._flight: Batch | None = None
-        self._number = 0
+        self.kept_blocks = 0  # that the store has been asked for, and no request wants yet
 
     def __len__(self) -> int:
         return len(self._waiting) + (len(self._flight.questions) if self._flight is not None else 0)
@@ -119,7 +122,7 @@ class LookUps:
 
     def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> Answer | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
-        asking = Asking(request, request.prompt.next(FIRST_DIGESTS), now_ns, again)
+        asking = Asking(request, request.prompt.next(min(FIRST_DIGESTS, self._most)), now_ns, again)
         if not asking.names:  # all is known, or staged
             return self._answer(asking, now_ns)
         if not answering:
@@ -144,8 +147,7 @@ class LookUps:
         for renewal in (turn, not turn):
             if questions := self._due(now_ns) if renewal else self._new(now_ns):
                 self._new_before = 0 if renewal else sum(len(question.digests) for question in questions)
-                self._number += 1
-                self._flight = Batch(self._number, questions, renewal)
+                self._flight = Batch(questions, renewal)
                 return self._flight
         return self._keep(now_ns)
 
@@ -161,16 +163,16 @@ class LookUps:
     def _keep(self, now_ns: int) -> Batch | None:
         if self._kept is None or now_ns < self._kept_ns:
             return None
-        if not (names := self._kept.next(BATCH_DIGESTS)):
+        if not (names := self._kept.next(self._part)):
             self._kept = None
             return None
         self._kept_ns = max(self._kept_ns, now_ns - KEPT_BURST_NS) + KEPT_NS * len(names)
-        self._number += 1
-        self._flight = Batch(self._number, (), True, names)
+        self._flight = Batch((), True, names)
         return self._flight
 
-    def _keep_on(self, found: Sequence[Found] | None) -> None:
+    def _keep_on(self, batch: Batch, found: Sequence[Found] | None) -> None:
         """Go on with the prompt that is kept, up to what the store has of it."""
+        self.kept_blocks += 0 if found is None else len(batch.kept)
         if self._kept is not None and found is not None:
             self._kept.found(found[0].present, b"")
         else:
@@ -178,14 +180,14 @@ class LookUps:
 
     def _new(self, now_ns: int) -> list[Question]:
         questions: list[Question] = []
-        room = BATCH_DIGESTS
+        room = self._part
         while self._queue and room > 0:
             _, key = heapq.heappop(self._queue)
             if (asking := self._waiting.pop(key, None)) is not None and self._lives(asking.request):
                 if asking.asked_ns < 0:
                     asking.asked_ns = now_ns
                 else:
-                    asking.names = asking.request.prompt.next(SLICE_DIGESTS)
+                    asking.names = asking.request.prompt.next(min(SLICE_DIGESTS, self._most))
                 questions.append(Question(asking.request, asking.names, asking=asking))
                 asking.names = ()
                 room -= len(questions[-1].digests)
@@ -197,25 +199,25 @@ class LookUps:
         As many digests as the batch before this one, which take a fifth of its time, or RENEWED_AT_ONCE.
         """
         questions: list[Question] = []
-        room = min(max(RENEWED_AT_ONCE, self._new_before), self._room)
+        room = min(max(RENEWED_AT_ONCE, self._new_before), self._room, self._most)
         while self._renewing and room > 0:
             (*_, number), part, key = heapq.heappop(self._renewing)
             heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
             request = self._requests.get(key)
-            if request is not None and request.sequence == number and (blocks := _left(request, part)):
+            if request is not None and request.sequence == number and (blocks := self._left(request, part)):
                 digests = request.digests(blocks.start, blocks.stop)
                 questions.append(Question(request, digests, blocks.start))
                 room -= len(blocks)
                 self._room -= len(blocks)
         return questions
 
-    def answered(self, number: int, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost]:
+    def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost]:
         """Take what was found for each question of a batch; None: the store cannot say."""
-        if self._flight is None or number != self._flight.number:
+        if batch is not self._flight:
             return []  # given up before
-        batch, self._flight = self._flight, None
+        self._flight = None
         if batch.kept:
-            self._keep_on(found)
+            self._keep_on(batch, found)
             return []
         answers = list[Answer | Lost]()
         for question, each in zip(batch.questions, found or repeat(None, len(batch.questions)), strict=True):
@@ -271,7 +273,7 @@ class LookUps:
             request = self._requests.get(key)
             if request is None or request.sequence != number:
                 continue
-            if _left(request, part):
+            if self._left(request, part):
                 heapq.heappush(self._renewing, (request.urgency, part, key))
             else:
                 heapq.heappush(self._renewals, (now_ns + self._renew_ns, number, part, key))
@@ -291,7 +293,7 @@ class LookUps:
         request = asking.request
         if not asking.again:
             due_ns = (now_ns if asking.asked_ns < 0 else asking.asked_ns) + self._renew_ns
-            for part in range(0, request.prompt.most_blocks, BATCH_DIGESTS):
+            for part in range(0, request.prompt.most_blocks, self._part):
                 heapq.heappush(self._renewals, (due_ns, request.sequence, part, request.key))
         return Answer(request, unavailable, asking.again)
 
@@ -299,9 +301,8 @@ class LookUps:
         """Whether it has not ended, and is not void. A faulty engine may have hinted another request under its key."""
         return self._requests.get(request.key) is request and not request.final
 
-
-def _left(request: Request, part: int) -> range:
-    """Return the blocks of a part that wait for their fetch."""
-    if not request.wants_work:
-        return range(0)
-    return range(max(part, request.issued), min(part + BATCH_DIGESTS, request.limit))
+    def _left(self, request: Request, part: int) -> range:
+        """Return the blocks of a part that wait for their fetch."""
+        if not request.wants_work:
+            return range(0)
+        return range(max(part, request.issued), min(part + self._part, request.limit))

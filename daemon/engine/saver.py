@@ -103,8 +103,7 @@ class Saver:
         parts = [slice(start, start + MAX_PUT_BLOCKS) for start in range(0, len(slots), MAX_PUT_BLOCKS)]
         save = Save(record.save_id, len(parts), record.reset_generation)
         if record.reset_generation < self.generation or not saving:
-            self._take_in(slots)
-            return [Put(save, slots[part], failed=len(slots[part])) for part in parts]
+            return [self._end(Put(save, slots[part], failed=len(slots[part]))) for part in parts]
         blocks = list(zip(record.names, slots, strict=True))
         self._puts += [Put(save, slots[part], blocks[part]) for part in parts]
         return []

@@ -47,8 +47,8 @@ class Setup:
         self.apply(self.look_ups.tick(now))
         self.ask(now)
 
-    def answered(self, number: int, found: Sequence[Found] | None, now: int) -> None:
-        self.apply(self.look_ups.answered(number, found, now))
+    def answered(self, batch: Batch, found: Sequence[Found] | None, now: int) -> None:
+        self.apply(self.look_ups.answered(batch, found, now))
         self.ask(now)
 
     def add(self, request: Request, now: int = 0) -> None:
@@ -73,4 +73,4 @@ class Setup:
         for question in batch.questions:
             present = bytes(digest in self.stored for digest in question.digests)
             runs.append(Found(present, bytes(len(present))))
-        self.answered(batch.number, runs, now)
+        self.answered(batch, runs, now)

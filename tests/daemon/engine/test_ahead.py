@@ -70,6 +70,23 @@ def test_a_request_that_comes_before_its_blocks_is_late_and_takes_them_over() ->
     assert setup.outcomes("abcd") == ["accepted", "late"]
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_once_an_announcement_is_over_no_more_is_fetched_for_it(comes: bool) -> None:
+    setup = Setup(held="abcd", chunk=4)
+    setup.announce("abcd")
+    first = setup.planner.next_order(ahead=True)
+    assert first is not None
+    if comes:
+        setup.arrive("abcd")
+    else:
+        setup.ahead.stop("the mode changed")
+    setup.tick()
+    setup.planner.fetched(first.number, [True], 1)
+    setup.carry_on()
+    assert setup.planner.next_order(ahead=True) is None
+    assert not setup.planner.requests
+
+
 def test_a_hinted_request_goes_first_and_takes_the_room() -> None:
     setup = Setup(slots=4, held="wxyzabcd", chunk=4)
     setup.announce("wxyz")
@@ -277,7 +294,7 @@ def test_a_reset_or_the_end_refuses_all_announcements(moment: str) -> None:
     setup.announce("ab", "ba")
     order = setup.planner.next_order(ahead=True) if moment == "in flight" else None
     setup.planner.reset()
-    setup.ahead.stop("its weights changed")
+    setup.ahead.reset()
     setup.waiting.clear()
     setup.carry_on()
     assert [setup.outcomes(name)[-1] for name in ("ab", "ba")] == ["rejected"] * 2
@@ -294,7 +311,7 @@ def test_after_a_reset_prompts_begin_as_before() -> None:
     setup = Setup(slots=AT_WORK, held="".join(map(chr, range(97, 97 + AT_WORK + 1))))
     setup.silent = True
     setup.announce(*(chr(97 + number) for number in range(AT_WORK)))
-    setup.ahead.stop("its weights changed")
+    setup.ahead.reset()
     setup.planner.reset()
     setup.waiting.clear()
     setup.silent = False

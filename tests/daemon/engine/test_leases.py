@@ -61,11 +61,11 @@ def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup = Setup()
     key = setup.hint(1, "a", "b", "c")
     setup.ask(0)
-    setup.answered(setup.sent[-1].number, [Found(b"\1\1\1", b"\1\0\1")], 0)
+    setup.answered(setup.sent[-1], [Found(b"\1\1\1", b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
     setup.tick(5 * SECOND)
     assert setup.sent[-1].questions[0].start == 1
-    setup.answered(setup.sent[-1].number, [Found(b"\1\0", bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[-1], [Found(b"\1\0", bytes(2))], 5 * SECOND)
     assert setup.planner.requests[key].limit == 2
     assert setup.planner.requests[key].on_disk == b"\1\0"
 
@@ -79,7 +79,7 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     setup.answer()
     setup.planner.next_order()
     setup.tick(5 * SECOND)
-    setup.answered(setup.sent[-1].number, None, 5 * SECOND)
+    setup.answered(setup.sent[-1], None, 5 * SECOND)
     assert setup.planner.requests[waiting].limit == 1
     setup.up = False
     setup.tick(10 * SECOND)
@@ -127,7 +127,7 @@ def held(prompts: int, *, new_ms: int = 0) -> list[int]:
                 if number < prompts:
                     ends[number, start : start + len(question.digests)] = asked_ns + 2 * SECOND
             found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
-            for answer in look_ups.answered(batch.number, found, now):
+            for answer in look_ups.answered(batch, found, now):
                 if isinstance(answer, Answer):
                     planner.choose(answer.request)
             batch = None

@@ -100,19 +100,19 @@ def test_of_a_prompt_whose_next_slice_fails_the_slices_before_count() -> None:
     failed, waits = setup.hint(1, *names), setup.hint(2, *names[1:])
     setup.ask(0)
     slices = [Found(b"\1" * FIRST_DIGESTS, b"\1" * FIRST_DIGESTS), Found(b"\1" * FIRST_DIGESTS, bytes(FIRST_DIGESTS))]
-    setup.answered(setup.sent[0].number, [Found(b"\0", b"\0"), *slices], 1)
+    setup.answered(setup.sent[0], [Found(b"\0", b"\0"), *slices], 1)
     setup.up = False
-    setup.answered(setup.sent[1].number, None, 2)
+    setup.answered(setup.sent[1], None, 2)
     assert setup.answers[failed] == setup.answers[waits] == (FIRST_DIGESTS, True)
     assert setup.planner.requests[failed].on_disk == b"\1" * FIRST_DIGESTS
     setup.up, names = True, [str(i) for i in range(1000, 1100)]
     late = setup.hint(3, *names)
     setup.ask(3)
-    setup.answered(setup.sent[2].number, [Found(b"\1" * FIRST_DIGESTS, bytes(FIRST_DIGESTS))], 4)
+    setup.answered(setup.sent[2], [Found(b"\1" * FIRST_DIGESTS, bytes(FIRST_DIGESTS))], 4)
     setup.look_ups.asked(setup.planner.requests[late])
     setup.tick(4 * SECOND + 4)
     assert late not in setup.answers, "its second slice is out"
-    setup.answered(setup.sent[3].number, [Found(b"\1" * 36, bytes(36))], 5)
+    setup.answered(setup.sent[3], [Found(b"\1" * 36, bytes(36))], 5)
     assert setup.answers[late] == (100, False)
 
 
@@ -149,7 +149,7 @@ def test_a_store_that_stops_answering_makes_all_who_wait_misses_at_once() -> Non
     setup.ask(0)
     keys = [setup.hint(number, f"b{number}") for number in range(1, 1001)]
     setup.up = False
-    setup.answered(setup.sent[0].number, None, 4 * SECOND)
+    setup.answered(setup.sent[0], None, 4 * SECOND)
     assert len(setup.answers) == 1001
     assert all(setup.answers[key] == (0, True) for key in keys)
     assert len(setup.sent) == 1
@@ -167,11 +167,11 @@ def test_an_answer_that_comes_past_its_deadline_is_not_taken_for_the_next_questi
     setup.store("a", "b")
     setup.hint(1, "a", "b")
     setup.ask(0)
-    setup.answered(setup.sent[0].number, None, 4 * SECOND)
+    setup.answered(setup.sent[0], None, 4 * SECOND)
     key = setup.hint(2, "x", "y")
     setup.ask(4 * SECOND)
     assert len(setup.sent) == 2
-    setup.answered(setup.sent[0].number, [Found(b"\1\1", bytes(2))], 5 * SECOND)
+    setup.answered(setup.sent[0], [Found(b"\1\1", bytes(2))], 5 * SECOND)
     assert key not in setup.answers
     setup.answer(5 * SECOND)
     assert setup.answers[key] == (0, False)

@@ -217,6 +217,7 @@ def test_a_save_of_old_weights_is_lost() -> None:
     setup.notices.clear()
     setup.save(2, save_id=2)  # copied before the engine heard of the reset
     assert [(notice.save_id, notice.lost) for notice in setup.notices] == [(2, [0, 1])]
+    assert [save.save_id for save in setup.saves] == [1, 2], "each has its line"
     assert (setup.counts["saved"], setup.counts["lost"]) == (2, 4)
 
 
