@@ -52,11 +52,10 @@ log = logging.getLogger("vllm.kvprefetch.scheduler")
 class Pass:
     """What belongs to one pass of the scheduler over its queue.
 
-    `admitted`: requests that got a place in it.  `kept_places`: the last free ones, for requests before that are being
-    looked up.  `looked_ns`: time spent looking at flags.  `waits`: a request waits whose wait is judged.
+    `kept_places`: the last free ones, for requests before that are being looked up.  `looked_ns`: time spent looking at
+    flags.  `waits`: a request waits whose wait is judged.
     """
 
-    admitted: int = 0
     kept_places: int = 0
     looked_ns: int = 0
     waits: bool = False
@@ -175,6 +174,8 @@ class Claims:
                 self._counters["hints_resent"] += 1
             elif name in self.dropped:
                 return  # whatever the segment says of its room
+            else:
+                sent += state.usable  # all is local; to find that took as long
 
     def waits_behind(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Whether `match` would only find again that this deferred request waits behind another one of the pass."""
@@ -190,17 +191,16 @@ class Claims:
     def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
 
-        `running`: requests that held a place before this pass, as far as is known here; with none, a pending answer
-        costs the engine's sleep.
+        `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
+        sleep.
         """
         usable, places, this_pass = state.usable, self._geometry.max_running, self.this_pass
         if start >= usable:
             return NOTHING
-        taken = running + this_pass.admitted
-        if this_pass.kept_places and taken + this_pass.kept_places >= places:
+        if this_pass.kept_places and running + this_pass.kept_places >= places:
             return PENDING
         # vLLM asks only for a request that it has a place for.
-        visit = _tuple(Visit, (start, usable, self._now_ns(), min(taken, places - 1) / places))
+        visit = _tuple(Visit, (start, usable, self._now_ns(), min(running, places - 1) / places))
         handle = None if self._shadow else state.handle
         if handle is not None:
             flag = handle.look()

@@ -108,6 +108,8 @@ def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
 
 def load(values: Mapping[str, Any]) -> ConnectorConfig:
     """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"kv_connector_extra_config: is not an object of keys: value={shown(values)}")
     known = ConnectorConfig.model_fields
     if unknown := [key for key in values if key not in known]:
         close = nearest(str(unknown[0]), known)

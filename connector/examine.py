@@ -202,7 +202,7 @@ def main() -> None:
         try:
             for level, what, advice in check(arguments):
                 print(json.dumps([level, check.__name__, what, advice]), flush=True)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             print(json.dumps(["bad", check.__name__, str(error), ""]), flush=True)
 
 

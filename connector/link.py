@@ -92,13 +92,14 @@ class Link(Generic[S]):
         if self.running and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
-    def detach(self, reason: str) -> None:
-        """Drop the current session, because its memory cannot be right, and come back with a new epoch."""
+    def detach(self, session: S | None, reason: str) -> None:
+        """Drop this session, because its memory cannot be right; if it is the current one, come back with another."""
         log.error("kvprefetch: detached from the daemon: %s", reason)
-        session, self.session = self.session, None
         if session is not None:
             session.ended()
-        self._hang_up()
+        if session is self.session:
+            self.session = None
+            self._hang_up()
 
     # --- epochs a worker keeps mapped -------------------------------------------------------------------------------
 

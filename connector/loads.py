@@ -44,7 +44,7 @@ class Loads:
         self.kept: dict[str, tuple[Answer, Handle]] = {}
         self._next_id = 1
         # Of the load dispatched last.  Its handle would keep the digests of a request that may be long gone.
-        self._last: tuple[str, SchedulerSession, int] | None = None
+        self._last = ("", 0, 0)  # request, epoch, flag
 
     def keep(self, state: RequestState) -> None:
         """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
@@ -55,8 +55,10 @@ class Loads:
         _, handle = self.kept.pop(request_id, (None, None))
         return handle if handle is not None and handle.session is session else None
 
-    def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> None:
+    def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> bool:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
+
+        Return whether the load is asynchronous.
 
         `allocated`: vLLM's KVCacheBlocks.  Raises RuntimeError without an answer of so many tokens.
         """
@@ -76,10 +78,11 @@ class Loads:
         self._orders.append(tuple.__new__(LoadOrder, order))
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = load
-        self._last = request_id, handle.session, handle.flag
+        self._last = request_id, handle.session.epoch, handle.flag
         self.kept.pop(request_id, None)  # after the line before: see `epochs`
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
+        return answer.asynchronous
 
     def _blocks(
         self, answer: Answer, count: int, tables: Sequence[Sequence[Any]]
@@ -138,7 +141,6 @@ class Loads:
 
         The daemon counts all that it fetched, which may be more than were loaded. Raises SegmentCorrupt.
         """
-        if self._last is None or session is None:
-            return None
-        last_id, dispatched, flag = self._last
-        return session.flags.disk(flag) if last_id == request_id and dispatched is session else None
+        last_id, epoch, flag = self._last
+        same = session is not None and (last_id, epoch) == (request_id, session.epoch)
+        return session.flags.disk(flag) if session is not None and same else None

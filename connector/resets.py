@@ -34,7 +34,7 @@ class Resets:
         self.current, self.generation = Weights(), 0
         self._link, self._file = link, Path(weights_file) if weights_file else None
         self._name = self._read()
-        self._sent: tuple[SchedulerSession, Weights] | None = None
+        self._sent: tuple[int, Weights] | None = None
 
     def begin(self) -> None:
         """The weights are others from now on."""
@@ -52,10 +52,10 @@ class Resets:
 
     def tell(self, session: SchedulerSession | None) -> None:
         """Send the last reset to the daemon, once in a session, without waiting for the answer."""
-        if session is None or self._sent == (session, self.current):
+        if session is None or self._sent == (session.epoch, self.current):
             return
         if self._link.send_reset(*self.current):
-            self._sent = session, self.current
+            self._sent = session.epoch, self.current
 
     def _read(self) -> bytes:
         """Return the file's text; nothing where there is none yet, it cannot be read, or is too long for a name."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +21,15 @@ from ..kv.groups import Kind, Numbers
 from ..shmring.wire.records import RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .geometry import Geometry
-from .known import Keys, Known
+from .known import Known
 from .metadata import SaveOrder
 from .request_state import RequestState
 from .session import SchedulerSession
 
 # Blocks of finished requests, and states, that wait for a save slot.
 MAX_LEFT = 1 << 14
+# Of these a step looks at so many.
+LEFT_LOOKS = 512
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
 
@@ -80,7 +82,7 @@ class Saves:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
         self.unsaved: dict[str, RequestState] = {}
         self.waiting: dict[int, Save] = {}
-        self.left: deque[_Block] = deque()
+        self.left = OrderedDict[bytes, _Block]()  # by name, the oldest first
         self._known = Known(geometry.groups)
         # note_look_up(digests, local, found, stop): a finished look-up of blocks [local, stop) found `found` of them.
         self.note_look_up = self._known.note
@@ -128,7 +130,7 @@ class Saves:
             for group, block_id, tokens in blocks:
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
                     name = bytes(state.request.block_hashes[tokens // groups.hash_tokens - 1]) + bytes([group])
-                    if not self._knows(name):
+                    if not self._known.holds(Known.of_names([name]))[0]:
                         number = tokens // groups.groups[group].block_tokens - 1
                         found[name] = _Block(block_id, name, self._event(state.request, number, group))
         return [*found.values()]
@@ -141,7 +143,7 @@ class Saves:
         order = self._order(session, offered) if session.credits.available() else None
         left = offered if order is None else offered[len(order.slots) :]
         self._counters["save_blocks_unsaved"] += max(0, len(left) - (room := MAX_LEFT - len(self.left)))
-        self.left.extend(left[:room])
+        self.left.update((block.name, block) for block in left[:room])
         return order
 
     def plan(
@@ -159,9 +161,12 @@ class Saves:
         stop = self.storable_blocks(state, scheduled_tokens)
         if state.tainted or stop <= state.saved:
             return None
+        if not (room := session.credits.available()):
+            state.storable = stop  # `leave` looks which of them the request holds
+            return None
         held = block_ids()
         state.storable = stop = max(state.saved, min(stop, self._held_blocks(held)))
-        wanted, state.saved = self._wanted(state, range(state.saved, stop), held, session.credits.available())
+        wanted, state.saved = self._wanted(state, range(state.saved, stop), held, room)
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
@@ -212,9 +217,6 @@ class Saves:
         tables = zip(self._geometry.groups.groups, block_ids, strict=True)
         return min(len(table) * group.block_tokens for group, table in tables) // self._geometry.block_tokens
 
-    def _knows(self, name: bytes) -> bool:
-        return bool(self._known.holds(Known.of_names([name]))[0])
-
     def _event(self, request: Any, block: int, group: int) -> Any:
         return None if self._events is None else self._events.describe(request, block, group)
 
@@ -228,7 +230,7 @@ class Saves:
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.save(save_id, slots, [block.event for block in taken])
-        self.note_stored(Known.of_names(save.names))
+        self._known.add(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
         return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
@@ -244,7 +246,7 @@ class Saves:
             return
         held = max(state.saved, min(state.storable, self._held_blocks(block_ids)))
         left, end = self._wanted(state, range(state.saved, held), block_ids, MAX_LEFT - len(self.left))
-        self.left.extend(block for _, block in left)
+        self.left.update((block.name, block) for _, block in left)
         self._counters["save_blocks_unsaved"] += state.storable - end
 
     def plan_left(self, session: SchedulerSession, cache: LocalCache) -> SaveOrder | None:
@@ -254,10 +256,15 @@ class Saves:
         later write comes later on the stream.
         """
         room = session.credits.available() if self.left else 0
+        if not room:
+            return None
+        looked = [*islice(self.left.values(), LEFT_LOOKS)]
         chosen: list[_Block] = []
-        while self.left and len(chosen) < room:
-            block = self.left.popleft()
-            if self._knows(block.name):
+        for block, known in zip(looked, self._known.holds(Known.of_names([each.name for each in looked])), strict=True):
+            if len(chosen) == room:
+                break
+            del self.left[block.name]
+            if known:
                 continue
             if cache.holds(block.block_id, block.name):
                 chosen.append(block)
@@ -266,7 +273,9 @@ class Saves:
         if not chosen:
             return None
         order = self._order(session, chosen)
-        self.left.extendleft(reversed(chosen[len(order.slots) :]))
+        for block in reversed(chosen[len(order.slots) :]):
+            self.left[block.name] = block
+            self.left.move_to_end(block.name, last=False)
         return order
 
     def forget_left(self) -> None:
@@ -304,7 +313,7 @@ class Saves:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
         for save in (*self.waiting.values(), *(save for _, save in self.copied)):
             save.dropped = True
-            self.note_absent(Known.of_names(save.names))
+            self._known.remove(Known.of_names(save.names))
         self.forget_left()
 
     def flush(self) -> None:
@@ -318,18 +327,10 @@ class Saves:
                 return
             self.copied.popleft()
             if dropped:
-                self.note_absent(Known.of_names(save.names))
+                self._known.remove(Known.of_names(save.names))
                 self._counters["saves_dropped"] += len(save.slots)
                 if self._events is not None:
                     self._events.saving.pop(save_id, None)
-
-    def note_stored(self, keys: Keys) -> None:
-        """These are in the store or on their way: they are not copied again."""
-        self._known.add(keys)
-
-    def note_absent(self, keys: Keys) -> None:
-        """A look-up did not find these, or they were not saved after all."""
-        self._known.remove(keys)
 
     def forget(self, session: SchedulerSession) -> None:
         """The epoch has ended: its slots mean nothing any more, and the next daemon may have another store."""

@@ -60,7 +60,8 @@ class SchedulerSide:
         self.counters: Counter[str] = Counter()
         self.tally = Tally(self.counters)
         self.requests: dict[str, RequestState] = {}
-        self.running: set[str] = set()  # scheduled by the step before, and not finished since
+        self.running: set[str] = set()  # requests that hold a place
+        self._unfilled: set[str] = set()  # requests that may have blocks which a failed load left unfilled
         self.resets = Resets(link, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
@@ -131,9 +132,12 @@ class SchedulerSide:
                     return PENDING
                 self.counters["wait_ns"] += state.resume(self._now_ns())
             if state.preemptions != request.num_preemptions:
+                self.running.discard(request.request_id)
                 state.restart(tokens := request.num_tokens, self.claims.usable_blocks(request, tokens))
             start = num_computed_tokens // self._geometry.block_tokens
-            if start and self._stale_local:
+            if start and self._unfilled:
+                self._unfilled &= self.requests.keys()
+            if start and (self._stale_local or self._unfilled):
                 state.taint()
             if state.loading:
                 # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those
@@ -167,15 +171,16 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `blocks`: the request's, vLLM's KVCacheBlocks."""
         self.quiet_steps = 0
-        self.claims.this_pass.admitted += 1
-        state = self.requests.get(request.request_id)
+        state, beside = self.requests.get(request.request_id), False
         if num_external_tokens > 0:
             if state is None:
                 raise not_given(request.request_id, num_external_tokens)
             self.answered.discard(request.request_id)
-            self.loads.dispatch(state, blocks, num_external_tokens)
+            beside = self.loads.dispatch(state, blocks, num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
+        if not beside:
+            self.running.add(request.request_id)
         if state is not None and self._saving and not self.saves.complete(state):
             self.saves.unsaved[request.request_id] = state
 
@@ -200,7 +205,7 @@ class SchedulerSide:
         return not (
             self.loads.running
             or self.loads.kept
-            or self.saves.unsaved
+            or (self.saves.unsaved and self._session is not None)
             or self.saves.left
             or self.saves.copied
             or self.claims.dropped
@@ -225,7 +230,7 @@ class SchedulerSide:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
         executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
         self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
-        self.running, self.claims.this_pass = set(output.num_scheduled_tokens), Pass()
+        self.claims.this_pass = Pass()
         self._waits.pass_ended(now)
         try:
             session = self._usable_session()
@@ -270,6 +275,7 @@ class SchedulerSide:
             for state in self.requests.values():
                 if state.settled:  # every admitted request is
                     state.taint()
+                    self._unfilled.add(state.request.request_id)
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
         if worker_meta.saves:
@@ -368,7 +374,7 @@ class SchedulerSide:
     def detach(self, error: SegmentCorrupt) -> None:
         """The daemon's memory cannot be right: drop the session."""
         self.counters["detached"] += 1
-        self.link.detach(str(error))
+        self.link.detach(self._session, str(error))
         self.adopt(None)
 
     def adopt(self, session: SchedulerSession | None) -> None:

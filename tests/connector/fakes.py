@@ -159,7 +159,7 @@ class FakeLink:
 
     def start(self) -> None: ...
     def close(self) -> None: ...
-    def detach(self, reason: str) -> None:
+    def detach(self, session: Any, reason: str) -> None:
         self.detached.append(reason)
         self.session = None
 

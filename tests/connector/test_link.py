@@ -137,8 +137,12 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
 
 
 def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link[SchedulerSession]) -> None:
+    """An older one's damage says nothing of the one that has come since."""
     sock = server.attached()
-    scheduler.detach("slot out of bounds")
+    older = FakeDaemon(Clock()).session()
+    scheduler.detach(older, "slot out of bounds")
+    assert scheduler.session is not None
+    scheduler.detach(scheduler.session, "slot out of bounds")
     assert scheduler.session is None
     assert receive_message(sock) is None
     server.accept()

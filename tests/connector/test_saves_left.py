@@ -76,6 +76,26 @@ def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
         assert engine.side.counters["save_blocks_unsaved"] == int(honest)
 
 
+def test_what_requests_share_is_left_once() -> None:
+    engine = Engine()
+    for name in ("r", "s"):
+        request = engine.admitted(name, 3 * BLOCK, salt="same")
+        engine.acknowledge(engine.step([(request, 3 * BLOCK)]))
+        finish(engine, request, 3)
+    assert len(engine.side.saves.left) == 3
+
+
+def test_a_step_looks_at_so_many_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "LEFT_LOOKS", 4)
+    engine = Engine()
+    finish(engine, run_short(engine, "gone", 6), 6, cached=False)
+    finish(engine, run_short(engine, "r", 1), 1)
+    engine.daemon.credits.grant([40])
+    assert engine.step().saves == []
+    assert engine.side.counters["save_blocks_unsaved"] == 4
+    assert [save.block_ids for save in engine.step().saves] == [[100]]
+
+
 def test_more_than_a_record_holds_is_left_for_the_next_step() -> None:
     engine = Engine(ring=4096, slots=256)
     finish(engine, run_short(engine, "r", 60), 60)

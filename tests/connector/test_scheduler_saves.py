@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvprefetch.connector.saves import Saves
 from tests.support.scheduler_checks import held
 
 from .fakes import BLOCK, Engine, FakeDaemon, Request, one_group
@@ -95,6 +96,20 @@ def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> Non
     assert engine.side.counters["save_blocks_unsaved"] == 1
 
 
+def test_without_credit_a_step_looks_at_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may last, and there are steps of hundreds of long requests."""
+    engine = Engine()
+    request = engine.admitted("r", 3 * BLOCK)
+    with monkeypatch.context() as patch:
+        looks: list[range] = []
+        patch.setattr(Saves, "_wanted", lambda _self, _state, blocks, *_: (looks.append(blocks) or [], blocks.start))
+        engine.step([(request, 3 * BLOCK)])
+    assert looks == []
+    engine.daemon.credits.grant([1, 2, 3])
+    request.num_tokens += 1
+    assert engine.step([(request, 1)]).saves[0].block_ids == [100, 101, 102]
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_what_waited_for_a_credit_brings_no_decoded_block_along(decode: bool) -> None:
     engine = Engine(save_decode_cache=decode)
@@ -154,6 +169,11 @@ def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored()
     assert engine.step([(request, 4 * BLOCK)]).saves == []
     engine.admit(waiting)
     assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it had no blocks yet"
+    late = engine.admitted("late", 3 * BLOCK, local=BLOCK)
+    assert engine.step([(late, 2 * BLOCK)]).saves == [], "its local block may be unfilled still"
+    engine.side.finished(request)
+    last = engine.admitted("last", 3 * BLOCK, local=BLOCK)
+    assert len(engine.step([(last, 2 * BLOCK)]).saves) == 1
 
 
 @pytest.mark.parametrize("fields", [{"saves": False}, {"mode": "shadow"}])

@@ -291,6 +291,19 @@ def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
     assert engine.match(third) == NOTHING, "a fetch may take long, and keeps no place"
 
 
+def test_who_holds_a_place_is_known_in_a_step_without_it() -> None:
+    """With pipeline stages the next step is planned while one is under way, and has others' tokens."""
+    engine = measured()
+    request = engine.admitted("one", BLOCK)
+    engine.step([(request, BLOCK)])
+    assert "one" in engine.side.running
+    engine.step([(engine.admitted("two", BLOCK), BLOCK)])
+    assert {"one", "two"} <= engine.side.running
+    request.num_preemptions += 1
+    engine.match(request)
+    assert "one" not in engine.side.running
+
+
 def test_a_request_that_is_asked_about_while_all_places_seem_taken_is_answered_as_any_other() -> None:
     """It was preempted, or another one has ended: vLLM asks only for a request that it has a place for."""
     engine = measured()

@@ -216,7 +216,7 @@ class Engine:
     def detach(self) -> None:
         """The connection ends; dispatched loads go on in the old epoch's memory, and a new epoch follows."""
         if self.link.session is not None:
-            self.link.detach(ON_PURPOSE)
+            self.link.detach(self.link.session, ON_PURPOSE)
             self.counts["detaches"] += 1
 
     # --- the engine's loop ------------------------------------------------------------------------------------------
