@@ -8,9 +8,10 @@ while the main loop hangs, and after the daemon died.  It has no request ids, an
         16   beat of the main loop, CLOCK_MONOTONIC, ns
         64   two areas: bytes of the status (8), the status as JSON
 
-The writer fills the area that is not shown, and then shows it by the sequence number (release; acquire for readers).  A
-reader that finds another number after its copy reads again.  The writer holds a lock (flock) on the segment: the kernel
-ends that when the process ends, however it does.
+The writer fills the area that is not shown, and then shows it by the sequence number.  A reader that finds another
+number after its copy reads again.  Nobody maps the segment: a write without room is an error and no signal, and so is a
+read of one that was cut.  The writer holds a lock (flock) on it: the kernel ends that when the process ends, however it
+does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import stat
 import struct
@@ -29,15 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...shmring._atomics import Words
 from .health import Health, judge
 
 MAGIC = b"kvpbord2"
-SEQUENCE, BEAT = 1, 2  # words of 8 bytes
+SEQUENCE_AT, BEAT_AT = 8, 16
 AREAS_AT = 64
 STATUS_BYTES = 256 << 10
-_HEAD = struct.Struct("<Q")
-AREA_BYTES = _HEAD.size + STATUS_BYTES
+_WORD = struct.Struct("<Q")
+AREA_BYTES = _WORD.size + STATUS_BYTES
 SIZE = AREAS_AT + 2 * AREA_BYTES
 MODE = 0o640
 _TRIES = 100
@@ -66,22 +65,24 @@ class Board:
     """The writer. The main thread beats and writes, any thread looks.
 
     A segment that an earlier daemon left under this name is replaced: there is one daemon at a control socket.  Where
-    no segment can be had, such as without /dev/shm, or because another user has the name, `fault` says why, and the
+    no segment can be had, such as with /dev/shm full, or because another user has the name, `fault` says why, and the
     picture is seen in this process alone.
     """
 
     def __init__(self, socket: str, gid: int = -1) -> None:
-        self._name, self._fd, self.fault = "", -1, ""
+        self._name, self._fd, self._number, self.fault = "", -1, 0, ""
         try:
             self._fd = self._create(name_of(socket), gid)
-            self._memory = mmap.mmap(self._fd, SIZE)
         except (ImportError, OSError, ValueError) as error:
+            self.close()
+            if self._fd >= 0:
+                os.close(self._fd)
             self.fault = str(error)
-            self._memory = mmap.mmap(-1, SIZE)
-        self._words = Words(self._memory)
+            self._fd = os.memfd_create("kvprefetch-picture", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, SIZE)
         self.beat(time.monotonic_ns())
         self.write({})
-        self._memory[: len(MAGIC)] = MAGIC
+        os.pwrite(self._fd, MAGIC, 0)
 
     def _create(self, name: str, gid: int) -> int:
         import posix_ipc  # not in an engine's environment, where `status` asks the socket
@@ -89,44 +90,42 @@ class Board:
         try:
             with contextlib.suppress(posix_ipc.ExistentialError):
                 posix_ipc.unlink_shared_memory(name)
-            segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=MODE, size=SIZE)
+            segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=SIZE)
         except posix_ipc.Error as error:
             raise OSError(f"{error}: name={name}") from None
-        self._name = name
-        os.set_inheritable(segment.fd, False)
+        self._name, self._fd = name, int(segment.fd)
+        os.set_inheritable(self._fd, False)
+        os.posix_fallocate(self._fd, 0, SIZE)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # before others may open it
         if gid >= 0:
-            os.fchown(segment.fd, -1, gid)
-        os.fchmod(segment.fd, MODE)  # the umask may have taken the group's right
-        fcntl.flock(segment.fd, fcntl.LOCK_EX)
-        return int(segment.fd)
+            os.fchown(self._fd, -1, gid)
+        os.fchmod(self._fd, MODE)
+        return self._fd
 
     def beat(self, now_ns: int) -> None:
-        self._words.store_release(BEAT, now_ns)
-
-    @property
-    def beat_ns(self) -> int:
-        return self._words.load_acquire(BEAT)
+        os.pwrite(self._fd, _WORD.pack(now_ns), BEAT_AT)
 
     def write(self, status: Mapping[str, Any]) -> None:
         """Show this status; one beyond the bound is left out."""
         data = json.dumps(status).encode()
         data = data if len(data) <= STATUS_BYTES else b"{}"
-        number = self._words.load_acquire(SEQUENCE) + 1
-        at = AREAS_AT + number % 2 * AREA_BYTES
-        _HEAD.pack_into(self._memory, at, len(data))
-        self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
-        self._words.store_release(SEQUENCE, number)
+        self._number += 1
+        os.pwrite(self._fd, _WORD.pack(len(data)) + data, AREAS_AT + self._number % 2 * AREA_BYTES)
+        os.pwrite(self._fd, _WORD.pack(self._number), SEQUENCE_AT)
 
     def look(self) -> Picture:
-        return _copied(self._memory, self._words, alive=True)
+        return _copied(self._fd, alive=True)
 
     def close(self) -> None:
-        """Remove the name; whoever has the segment open keeps it."""
+        """Remove the name, unless a later daemon has it; whoever has the segment open keeps it."""
         if self._name:
             import posix_ipc
 
-            with contextlib.suppress(posix_ipc.ExistentialError):
-                posix_ipc.unlink_shared_memory(self._name)
+            with contextlib.suppress(posix_ipc.Error, OSError):
+                named = posix_ipc.SharedMemory(self._name)
+                if os.path.sameopenfile(named.fd, self._fd):
+                    posix_ipc.unlink_shared_memory(self._name)
+                named.close_fd()
             self._name = ""
 
 
@@ -151,14 +150,9 @@ def read(socket: Path) -> Picture | None:
             owners.add(os.stat(socket).st_uid)
         if found.st_size != SIZE or found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return None
-        with mmap.mmap(segment.fd, SIZE, prot=mmap.PROT_READ) as memory:
-            if memory[: len(MAGIC)] != MAGIC:
-                return None
-            words = Words(memory, writable=False)
-            try:
-                picture = _copied(memory, words, alive=_locked(segment.fd))
-            finally:
-                words.release()
+        if os.pread(segment.fd, len(MAGIC), 0) != MAGIC:
+            return None
+        picture = _copied(segment.fd, alive=_locked(segment.fd))
     except (OSError, ValueError):
         return None
     finally:
@@ -175,13 +169,25 @@ def _locked(fd: int) -> bool:
     return False
 
 
-def _copied(memory: mmap.mmap, words: Words, *, alive: bool) -> Picture:
-    """Copy the area that is whole. Raises ValueError where the writer never leaves it in peace, or wrote no JSON."""
+def _copied(fd: int, *, alive: bool) -> Picture:
+    """Copy the area that is whole. Raises ValueError where the writer never leaves it in peace, or wrote no object."""
     for _ in range(_TRIES):
-        number = words.load_acquire(SEQUENCE)
+        number = _word(fd, SEQUENCE_AT)
         at = AREAS_AT + number % 2 * AREA_BYTES
-        (status_bytes,) = _HEAD.unpack_from(memory, at)
-        status = memory[at + _HEAD.size : at + _HEAD.size + min(status_bytes, STATUS_BYTES)]
-        if words.load_acquire(SEQUENCE) == number:
-            return Picture(json.loads(status), words.load_acquire(BEAT), alive)
+        status = os.pread(fd, min(_word(fd, at), STATUS_BYTES), at + _WORD.size)
+        if _word(fd, SEQUENCE_AT) == number:
+            try:
+                found = json.loads(status)
+            except RecursionError as error:
+                raise ValueError("the picture is no status") from error
+            if not isinstance(found, dict):
+                raise ValueError("the picture is no status")
+            return Picture(found, _word(fd, BEAT_AT), alive)
     raise ValueError("the picture changes all the time")
+
+
+def _word(fd: int, at: int) -> int:
+    data = os.pread(fd, _WORD.size, at)
+    if len(data) != _WORD.size:
+        raise ValueError("the picture was cut")
+    return int(_WORD.unpack(data)[0])

@@ -127,10 +127,10 @@ def configure(level: str, metrics: Metrics) -> Log:
     threshold.set(level)
     structlog.configure(
         processors=[
+            EventCounts(metrics),
             threshold,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-            EventCounts(metrics),
             floods,
             structlog.processors.format_exc_info,
             render,

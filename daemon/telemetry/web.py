@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,7 @@ from .metrics import Metrics
 
 MAX_CLIENTS = 64  # at a time
 QUIET_S = 5  # without a byte, then a connection is closed
+KEPT_S = 0.5  # the metrics, for all who ask: their text costs milliseconds
 TICK_S = 1.0  # how often the server looks for those
 
 
@@ -65,6 +67,7 @@ class MetricsServer:
             ) from None
         logging.getLogger("waitress").setLevel(logging.CRITICAL)  # a client that leaves is no event
         self._look, self._metrics, self._closing = look, metrics, False
+        self._text, self._made_s = b"", -KEPT_S
         self._sockets: dict[int, Any] = {}
         self._server = create_server(
             self._answer,
@@ -115,8 +118,10 @@ class MetricsServer:
             return 200, "text/html; charset=utf-8", status_page.page(picture)
         health = picture.health()
         if path == "/metrics":
-            self._metrics.show_health(health)
-            return 200, CONTENT_TYPE_LATEST, self._metrics.text()
+            if (now := time.monotonic()) - self._made_s > KEPT_S:
+                self._metrics.show_health(health)
+                self._text, self._made_s = self._metrics.text(), now
+            return 200, CONTENT_TYPE_LATEST, self._text
         if path == "/status.json":
             said = overview.as_status(picture.status, health).model_dump_json(indent=2)
             return 200, "application/json", said.encode() + b"\n"

@@ -97,18 +97,24 @@ def look(path: Path, *, ids: bool = False, timeout_s: float = TIMEOUT_S) -> Stat
     which the picture does not name.
     """
     picture = board.read(path)
-    if picture is None or os.geteuid() not in (0, picture.uid):
+    ours = picture is not None and os.geteuid() in (0, picture.uid)
+    if picture is None or not ours or not picture.alive:  # where that daemon died, another user's may serve
         try:
             return ask(path, StatusQuery(), Status, timeout_s)
         except Unavailable as error:
             if picture is None or not (problems := picture.health().problems):
                 raise
-            raise Unavailable(f"{error.what}: {problems[0]}", error.advice) from None
+            if not ours:
+                raise Unavailable(f"{error.what}: {problems[0]}", error.advice) from None
     slowest, health = None, picture.health()
     if ids and health.healthy:
         with contextlib.suppress(Unavailable):
             slowest = ask(path, StatusQuery(), Status, IDS_S).slowest
-    return overview.as_status(picture.status, health, slowest=slowest)
+    now_ns = None if picture.alive else picture.beat_ns
+    try:
+        return overview.as_status(picture.status, health, now_ns, slowest)
+    except ValueError as error:
+        raise Unavailable(f"the daemon's picture cannot be read: socket={str(path)!r}: {error}") from None
 
 
 def find_socket(environ: Mapping[str, str]) -> Path:

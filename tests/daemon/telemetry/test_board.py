@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -141,6 +142,43 @@ def test_a_daemon_without_a_name_shows_itself_to_its_own_server(
     made.close()
 
 
+def test_a_full_dev_shm_is_said_and_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends a process (SIGBUS) that writes to a mapped page which has no memory."""
+
+    def full(fd: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    made = Board(str(tmp_path / "s.sock"))
+    assert "No space left" in made.fault
+    made.write({"phase": "serving"})
+    assert made.look().status == {"phase": "serving"}
+    assert not Path(f"/dev/shm{board.name_of(tmp_path / 's.sock')}").exists()
+    made.close()
+
+
+def test_a_daemon_that_ends_leaves_the_name_to_its_successor(tmp_path: Path) -> None:
+    first, second = Board(str(tmp_path / "s.sock")), Board(str(tmp_path / "s.sock"))
+    first.close()
+    assert board.read(tmp_path / "s.sock") is not None
+    second.close()
+    assert board.read(tmp_path / "s.sock") is None
+
+
+def test_where_a_dead_daemon_s_picture_stays_the_one_that_serves_is_described(serve: Serve) -> None:
+    """Another user's successor cannot take the name."""
+    daemon = serve()
+    left = Path(f"/dev/shm{board.name_of(daemon.socket)}")
+    left.unlink()
+    script = "import os, sys; from kvprefetch.daemon.telemetry.board import Board; Board(sys.argv[1]); os._exit(0)"
+    run([sys.executable, "-c", script, str(daemon.socket)])
+    try:
+        said = kvprefetchd("status", "--socket", daemon.socket, "--json")
+        assert (said.returncode, json.loads(said.stdout)["pid"]) == (0, daemon.pid), said
+    finally:
+        left.unlink()
+
+
 def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Serve) -> None:
     """`status` and `health` say when it was there last, and with what; a clean stop leaves nothing."""
     daemon = serve()
@@ -154,6 +192,7 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
     assert seen.returncode == 69
     assert f"the daemon is gone: pid {pid}, last beat 20" in seen.stdout
     assert " UTC, 1 engine\n" in seen.stdout
+    assert kvprefetchd("top", "--once", "--interval", "0.1", *at).returncode == 69
     gone = kvprefetchd("health", *at)
     assert (gone.returncode, gone.stdout.startswith("not ready: ")) == (1, True)
     assert "the daemon is gone" in gone.stdout

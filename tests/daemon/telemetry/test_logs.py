@@ -17,6 +17,7 @@ from kvprefetch.daemon.telemetry import logs, pretty
 from kvprefetch.daemon.telemetry.logs import FLOOD_NS, EventCounts, Floods
 from kvprefetch.daemon.telemetry.metrics import Metrics
 from tests.support.clock import Clock
+from tests.support.command import run
 
 
 def say(floods: Floods, event: str = "record.bad", engine: str = "a", **fields: Any) -> bool:
@@ -65,6 +66,16 @@ def test_held_back_lines_are_counted_as_events() -> None:
     counts(None, "info", {"event": "request.done"})
     assert metrics.totals("events")["record.bad"] == 3
     assert "request.done" not in metrics.totals("events")
+
+
+def test_a_warning_below_the_level_is_counted() -> None:
+    script = """if True:
+        from kvprefetch.daemon.telemetry import logs, metrics
+        counted = metrics.Metrics()
+        logs.configure("error", counted).warning("record.bad", error="kind=77", count=1)
+        print(counted.totals("events")["record.bad"])
+    """
+    assert run([sys.executable, "-c", script]).stdout.strip() in ("1", "1.0")
 
 
 SPEAK = """
