@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import get_args
 
 import click
 
-from ...client import Client, Unavailable
+from ...client import Client
 from ...client.control import ask
-from ...shmring.wire.admin import Segments, SetMode, StatQuery, Status, StatusQuery
+from ...shmring.wire.admin import Reload, Segments, SetMode, StatQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
 from .common import (
@@ -85,10 +83,10 @@ MODE = SocketPage(
 
 RELOAD = SocketPage(
     "let a running daemon read its configuration again",
-    details="It sends the daemon SIGHUP, as `systemctl reload kvprefetchd` does. The daemon's log says what changed "
+    details="As `systemctl reload kvprefetchd` and SIGHUP do. The daemon's log says what changed "
     "(`config.changed`), what needs a restart (`config.kept`), and what is bad (`config.invalid`).",
     examples=(("kvprefetchd reload", "after an edit, and after check-config --config FILE"),),
-    exits={0: "the daemon got the signal", 69: "no daemon answers, or it is another user's"},
+    exits={0: "the daemon reads it", 69: "no daemon answers, or it is another user's"},
     also="kvprefetchd check-config; docs/reference/configuration.md says which keys a reload changes",
 )
 
@@ -155,10 +153,4 @@ def run_mode(arguments: Arguments) -> int:
 
 
 def run_reload(arguments: Arguments) -> int:
-    pid = ask(arguments.socket, StatusQuery(), Status).pid
-    try:
-        os.kill(pid, signal.SIGHUP)
-    except OSError as error:  # of another user, or in another PID namespace
-        raise Unavailable(f"the daemon cannot be signalled: {error.strerror}: pid={pid}") from None
-    print(f"pid {pid} reads its configuration again; its log says what changed")
-    return 0
+    return command_daemon(Reload(), arguments.socket)

@@ -13,6 +13,7 @@ from ...shmring.wire.checks import shown
 from ...shmring.wire.control_socket import peer_of
 from ..config.model import ConfigError, DaemonConfig
 
+NOT_ALLOWED = "may not attach: the socket's group and allow_uids may"
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
 _MAX_GID = (1 << 32) - 2
 _MAX_GROUPS = 256  # the 1024 bytes that Python reads at most; of a user in more groups only the primary one counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,6 +14,7 @@ from ...shmring.wire.admin import (
     Engine,
     EngineQuery,
     Outcome,
+    Reload,
     Remove,
     Removed,
     Report,
@@ -28,7 +30,7 @@ from . import report
 from .epochs import Epochs, Shared
 
 Query = StatusQuery | StatQuery
-Command = SetMode | Remove
+Command = SetMode | Reload | Remove
 Reply = Callable[[Message], None]
 
 
@@ -52,6 +54,9 @@ class Admin:
             self._remove(command, uid, reply)
         elif uid is not None:
             raise ProtocolError(f"only root and the daemon's own user may do this: uid={uid}")
+        elif isinstance(command, Reload):
+            os.kill(os.getpid(), signal.SIGHUP)
+            reply(Report(ok=True, text="the daemon reads its configuration again; its log says what changed"))
         else:
             before = self._shared.mode
             self._epochs.switch(command.mode)

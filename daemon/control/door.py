@@ -12,7 +12,6 @@ import select
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry.logs import Log
@@ -20,13 +19,12 @@ from .listener import listen, take_away
 
 PAUSE_NS = 1_000_000_000  # between two starts
 LOOPBACK = "127.0.0.1"
-MIN_TOKEN, MAX_TOKEN = 16, 4096  # bytes
 
 
 class Door:
     """Owns the listening sockets; `epoll` watches them while no process serves them.
 
-    Raises ConfigError for a bad port or token.  Without its Unix socket the door is closed, and the daemon serves on.
+    Raises ConfigError for a bad port.  Without its Unix socket the door is closed, and the daemon serves on.
     """
 
     def __init__(self, config: DaemonConfig, epoll: select.epoll, log: Log) -> None:
@@ -37,7 +35,6 @@ class Door:
         self._not_before_ns, self._watched = 0, False
         if config.hints == "off":
             return
-        check_token(config)
         try:
             self._sockets = [listen(config, path=config.hints_socket, kind=socket.SOCK_STREAM)]
             self._bound = config.hints_socket.stat()
@@ -107,29 +104,6 @@ class Door:
         for each in self._sockets:
             each.close()
         self._sockets = []
-
-
-def check_token(config: DaemonConfig) -> None:
-    """Raise ConfigError for a port without a token, or a file that holds none or that other users may read."""
-    if not config.hints_port:
-        return
-    if config.hints_token is None:
-        raise ConfigError(f"hints_token: is missing: hints_port={config.hints_port} needs a file with a token")
-    try:
-        read_token(config.hints_token)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"hints_token: {error}: hints_token={str(config.hints_token)!r}") from None
-
-
-def read_token(path: Path) -> bytes:
-    """Return the token that a file has on its first line. Raises OSError and ValueError."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_mode & 0o007:
-            raise ValueError("other users may read it: chmod o= FILE")
-        token = file.readline(MAX_TOKEN + 2).strip()
-    if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
-        raise ValueError(f"should have {MIN_TOKEN} to {MAX_TOKEN} bytes on its first line: bytes={len(token)}")
-    return token
 
 
 def _listen_on(port: int) -> socket.socket:

@@ -10,7 +10,7 @@ from typing import Any
 from ... import __version__
 from ...shmring import view
 from ...shmring.errors import SegmentCorrupt
-from ...shmring.wire.admin import Segments, Status
+from ...shmring.wire.admin import MAX_NAMESPACE_BYTES, Segments, Status
 from ...shmring.wire.records import PROTOCOL, FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
@@ -20,7 +20,6 @@ from ..telemetry.snapshot import Snapshot
 from .epochs import Shared
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
-MAX_NAMESPACE_BYTES = 256  # of one engine's, in one answer
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}

@@ -9,14 +9,25 @@ import socket
 import time
 from collections.abc import Sequence
 
-from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Remove, Report, SetMode, StatQuery, StatusQuery
+from ...shmring.wire.admin import (
+    Announce,
+    Caller,
+    Engine,
+    EngineQuery,
+    Reload,
+    Remove,
+    Report,
+    SetMode,
+    StatQuery,
+    StatusQuery,
+)
 from ...shmring.wire.attach import Hello, Mapped, Reset
 from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..config.model import DaemonConfig
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
-from .access import Credentials, access_of
+from .access import NOT_ALLOWED, Credentials, access_of
 from .admin import Admin
 from .budget import Budget
 from .connections import Connections
@@ -24,8 +35,6 @@ from .door import Door
 from .epochs import Epochs, Shared
 from .group import Peer
 from .handshake import Handshake
-
-NOT_ALLOWED = "may not attach: the socket's group and allow_uids may"
 
 
 class Control:
@@ -86,10 +95,13 @@ class Control:
 
     def reload(self, config: DaemonConfig) -> None:
         """Serve by this configuration from now on."""
-        before, self._shared.config = self._shared.config.mode, config
+        before, self._shared.config = self._shared.config, config
         self._connections.access = access_of(self._connections.sock, config)
-        if config.mode != before:
+        if config.mode != before.mode:
             self.epochs.switch(config.mode)
+        if config.namespaces != before.namespaces:  # the engines come back, with keys of the other kind
+            for epoch in self.epochs.attached():
+                self.end(epoch, Ending.ENGINE_GONE)
 
     def close(self) -> None:
         self._door.close()
@@ -144,7 +156,8 @@ class Control:
             raise ProtocolError(f"an announcement has one descriptor, and a caller that may attach: fds={len(fds)}")
 
     def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
-        if not peer.allowed:  # refused only now: closing a socket with an unread message would lose the refusal
+        # Refused only now: closing a socket with an unread message would lose the refusal.
+        if not self._connections.access.may_attach(peer.credentials):
             raise ProtocolError(f"uid={peer.credentials.uid} {NOT_ALLOWED}")
         if peer.hello is not None and not isinstance(message, FromEngine):
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
@@ -159,7 +172,7 @@ class Control:
             self._announce(peer, message, fds)
         elif isinstance(message, StatusQuery | StatQuery):
             send_message(peer.sock, self._admin.answer(message, uid, now_ns))
-        elif isinstance(message, SetMode | Remove):
+        elif isinstance(message, SetMode | Reload | Remove):
             self._admin.command(message, uid, peer.send)
         else:
             raise ProtocolError(f"message is not expected here: type={message.type}")

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from .checks import Packet, Priority
 
+MAX_NAMESPACE_BYTES = 256  # of one engine's namespaces in an answer, which are cut there
 MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
 
 
@@ -76,6 +77,12 @@ class SetMode(Packet):
 
     type: Literal["set_mode"] = "set_mode"
     mode: Literal["on", "shadow", "off"]
+
+
+class Reload(Packet):
+    """An operator lets the daemon read its configuration again; the answer is a Report."""
+
+    type: Literal["reload"] = "reload"
 
 
 class Remove(Packet):

@@ -20,7 +20,8 @@ MAX_MESSAGE_BYTES = 1 << 16
 
 FromEngine = attach.Hello | attach.Mapped | attach.Reset
 ToEngine = attach.Refused | attach.Attached | attach.ResetDone | attach.Stored | attach.Notice
-Query = admin.StatusQuery | admin.StatQuery | admin.SetMode | admin.Remove | admin.EngineQuery | admin.Announce
+Order = admin.SetMode | admin.Reload | admin.Remove
+Query = admin.StatusQuery | admin.StatQuery | Order | admin.EngineQuery | admin.Announce
 Answer = admin.Status | admin.Segments | admin.Removed | admin.Engine | admin.Outcome | admin.Report
 Message = FromEngine | ToEngine | Query | Answer
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])

@@ -22,6 +22,7 @@ from tests.support.auditor import ask_daemon
 from tests.support.engine_side import BLOCK_BYTES
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.ordinary import effective_user
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
 OTHER = 4242
@@ -140,7 +141,11 @@ def test_users_that_may_share_have_the_same_keys(both: Serve, tmp_path: Path) ->
     with effective_user(OTHER):
         assert upstream(Attached, "theirs").epoch
     _, values = victim_of(daemon)
-    assert attach(daemon.socket, "llama").load(list(values)) == list(values.values())
+    assert attach(daemon.socket, "llama", "last").load(list(values)) == list(values.values())
+    configuration.write_text("")
+    os.kill(daemon.pid, signal.SIGHUP)
+    ended = {"victim", "last"}
+    eventually(lambda: ended <= {each["engine"] for each in daemon.records("engine.detached")}, 10, "new keys")
 
 
 def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Callable[..., str]) -> None:
