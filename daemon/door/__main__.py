@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from waitress.task import WSGITask
 
 from ...shmring.wire.admin import Caller
 from ..control.access import credentials_of
-from ..control.door import read_token
 from .app import CALLER, MAX_BODY, WAITERS, App
 from .link import Link
 from .messages import Messages
+from .token import read_token
 
 THREADS = WAITERS + 4
-CONNECTIONS = 512  # at a time; one costs a descriptor, and a thread only once its request is whole
+CONNECTIONS = 512  # of a socket at a time; one costs a descriptor, and a thread only once its request is whole
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
 NICE = 10  # behind the daemon's fetches, FETCH_NICE
@@ -41,7 +42,17 @@ class _Task(WSGITask):  # type: ignore[misc]
 
 
 class _Channel(HTTPChannel):  # type: ignore[misc]
+    """A caller. Where there are too many, the oldest one without a whole request goes, of the user who has most."""
+
     task_class = _Task
+
+    def __init__(self, server: Any, *arguments: Any, **more: Any) -> None:
+        super().__init__(server, *arguments, **more)
+        self.uid = credentials_of(self.socket).uid if self.socket.family == socket.AF_UNIX else -1
+        if len(server.active_channels) > CONNECTIONS:
+            waiting = [each for each in server.active_channels.values() if not each.requests]
+            [(most, _)] = Counter(each.uid for each in waiting).most_common(1)
+            next(each for each in waiting if each.uid == most).handle_close()
 
 
 def _wait_for_the_end() -> None:
@@ -65,7 +76,7 @@ def main(words: list[str]) -> None:
             map=shared,
             sockets=[socket.socket(fileno=int(each))],
             threads=THREADS,
-            connection_limit=CONNECTIONS,
+            connection_limit=2 * CONNECTIONS,
             channel_timeout=SLOW_S,
             cleanup_interval=2,
             max_request_body_size=MAX_BODY,

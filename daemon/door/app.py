@@ -185,6 +185,8 @@ class App:
             raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
         answer = self._wait(message, lambda each: each.done, wait_s)
         if route.path.startswith("/cache/"):
+            if len(answer.actions) != 1:
+                raise Bad(404, f"this message is for /v1/kv_hints/{name}: actions={len(answer.actions)}"[:200])
             return _as_lmcache(answer)
         return answer.model_dump()
 

@@ -12,7 +12,9 @@ MAX_ACTIONS = 64
 MAX_TOKENS = 1 << 21
 MAX_HASHES = 1 << 20
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 63)]], Field(min_length=1, max_length=MAX_TOKENS)]
+# The first bad item ends the check: an error for each of a million would take a gigabyte.
+TokenId = Annotated[int, Field(ge=0, lt=1 << 63)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 
@@ -37,7 +39,7 @@ class Prefetch(Said):
     engine: str = Field(default="", max_length=256)
     dp_rank: int | None = Field(default=None, ge=0, le=1 << 20)
     token_ids: TokenIds | None = None
-    block_hashes: Annotated[list[Digest], Field(min_length=1, max_length=MAX_HASHES)] | None = None
+    block_hashes: Annotated[list[Digest], Field(min_length=1, max_length=MAX_HASHES, fail_fast=True)] | None = None
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
     lora_name: str | None = None

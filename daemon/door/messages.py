@@ -60,7 +60,9 @@ class Messages:
             self._drop(message)
 
     def _drop(self, message: Message) -> None:
-        del self._messages[message.caller][message.message_id]
+        kept = self._messages[message.caller]
+        if kept.get(message.message_id) is message:  # else one of the same id came at the same time
+            del kept[message.message_id]
         self._numbers = {number: at for number, at in self._numbers.items() if at[0] is not message}
 
     def number(self, message: Message, action: int, block_bytes: int) -> int:

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.door.__main__ import CONNECTIONS
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
 from tests.daemon.door.test_door import announce, engine_with, message
@@ -69,10 +71,18 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> 
     assert str(MAX_BODY).encode() in answer
 
 
+@pytest.mark.parametrize("field", ["token_ids", "block_hashes"])
+def test_a_check_ends_at_the_first_bad_item(field: str) -> None:
+    """An error for each of a million would take a gigabyte."""
+    with pytest.raises(ValidationError) as error:
+        Prefetch.model_validate({field: ["no", "no"]})
+    assert error.value.error_count() == 1
+
+
 def test_slow_and_silent_clients_keep_nobody_out(serve: Serve) -> None:
     daemon = serve()
     engine, values = engine_with(daemon, "slow", 4)
-    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(100)]
+    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(CONNECTIONS + 50)]
     try:
         for number, each in enumerate(clients):
             each.connect(str(hints_socket(daemon.socket)))

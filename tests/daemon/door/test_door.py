@@ -36,6 +36,7 @@ from tests.daemon.stores import blocks, request_line, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import Auditor, ask_daemon
+from tests.support.command import kvprefetchd
 from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import effective_user
 from tests.support.waiting import eventually
@@ -277,7 +278,6 @@ def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.store
 @pytest.mark.parametrize(
     ("mode", "text", "wrong"), [(0o644, TOKEN, "other users may read it"), (0o600, "short", "16 to 4096 bytes")]
 )
@@ -285,14 +285,10 @@ def test_a_bad_token_file_ends_the_start(tmp_path: Path, mode: int, text: str, w
     file = tmp_path / "token"
     file.write_text(text)
     file.chmod(mode)
-    daemon = Daemon(extra=("--hints-port", str(free_ports(1)[0]), "--hints-token", str(file)))
-    try:
-        daemon.launch()
-        failed = daemon.wait_record("daemon.failed", timeout_s=30)
-        assert failed is not None
-        assert f"hints_token: should have {wrong}" in failed["error"] or f"hints_token: {wrong}" in failed["error"]
-    finally:
-        daemon.close()
+    for command in ("check-config", "serve"):
+        said = kvprefetchd(command, "--hints-port", free_ports(1)[0], "--hints-token", file)
+        assert said.returncode == 78
+        assert f"hints_token: should have {wrong}" in said.stderr or f"hints_token: {wrong}" in said.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -342,6 +338,9 @@ def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
     status, answer = door.ask("POST", "/cache/prefetches", {"model_name": "", "world_size": 1, "token_ids": [1] * 64})
     assert (status, "did not say how it does" in answer["error"]) == (422, True)
     assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
+    prompt = {"block_hashes": ["00" * 32], "engine": "lm"}
+    assert door.ask("POST", "/v1/kv_hints", message("two", prompt, prompt))[0] == 202
+    assert door.ask("GET", "/cache/prefetches/two")[0] == 404, "LMCache's answer is about one prompt"
     engine.close()
 
 
