@@ -36,7 +36,7 @@ from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.engine_side import EngineSide, EngineSpec
 
-SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
+SETTINGS = MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
 
 
 class OneThread(Pools):

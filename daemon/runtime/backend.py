@@ -128,7 +128,7 @@ class Backend:
             try:
                 store.open()
                 return
-            except StoreError as error:
+            except Exception as error:  # engines wait for the store: nothing may end this thread
                 # Mooncake's set-up holds the interpreter's lock, and with it the main loop.
                 pause_s = max(REOPEN_S, 4 * (time.monotonic() - began))
                 self._log.debug("store.retried", error=str(error), retry_s=round(pause_s, 1))

@@ -76,11 +76,13 @@ class Breaker:
     def failed(self, attempt: Attempt | None = None) -> float:
         """Open the breaker after a call that failed as a whole, or hangs; return for how many seconds.
 
-        A call that hung while others worked says nothing of now and changes nothing.
+        A call that hung while others worked says nothing of now and changes nothing, and so does one that began before
+        the breaker opened: many that fail together are one failure.
         """
         with self._lock:
             self._known_at = self._clock()
-            if attempt is None or attempt.worked == self._worked:
+            counts = attempt is None or attempt.worked == self._worked
+            if counts and (self.closed or (attempt is not None and attempt.probe)):
                 self._pause_s = min(max(MIN_PAUSE_S, self._pause_s * 2), MAX_PAUSE_S)
                 self._retry_at = self._clock() + self._pause_s
             return self._pause_s

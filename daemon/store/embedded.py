@@ -203,7 +203,6 @@ class EmbeddedMaster:
 
     def _settings(self, port: int) -> MooncakeSettings:
         return MooncakeSettings(
-            local_hostname="127.0.0.1",
             metadata_server="P2PHANDSHAKE",
             master_server_address=f"127.0.0.1:{port}",
             protocol="tcp",

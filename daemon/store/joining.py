@@ -48,8 +48,8 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     client_class = import_client()
     if (why := settings.unreached(rpc_timeout_ms / 1e3)) is not None:
         raise StoreError(why)
-    client, before = client_class(), loopback.listening()
-    name = f"{settings.local_hostname}:{port}"
+    client, before, host = client_class(), loopback.listening(), addresses.own(settings.master_server_address)
+    name = f"{host}:{port}"
     engine = _engine(settings, name) if sleeping else None
     try:
         code = client.setup(
@@ -71,7 +71,7 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     if code != 0:
         del client  # leaves the master while there is one
         raise StoreError(f"mooncake set-up failed: {why}: {settings}{_masters(settings.master_server_address)}")
-    if addresses.is_loopback(settings.local_hostname):
+    if addresses.is_loopback(host):
         try:
             if why := loopback.refusal():
                 log.warning("store.exposed", error=why)
@@ -83,7 +83,7 @@ def join(settings: MooncakeSettings, port: int, rpc_timeout_ms: int, log: Any) -
     if engine is None:
         return Joined(client, why="no transfer engine can be made" if sleeping else "")
     if settings.metadata_server == addresses.P2P:  # its port names it to others
-        name = f"{settings.local_hostname}:{engine.get_rpc_port()}"
+        name = f"{host}:{engine.get_rpc_port()}"
     return Joined(client, engine, self_test(engine, client, name))
 
 

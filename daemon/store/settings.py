@@ -64,7 +64,6 @@ class _File(Packet):
 class MooncakeSettings:
     """How to join a Mooncake cluster. Sizes in bytes. `private`: no other process knows its master."""
 
-    local_hostname: str
     metadata_server: str
     master_server_address: str
     protocol: str
@@ -109,7 +108,6 @@ class MooncakeSettings:
         except ValidationError as error:
             raise SettingsError(f"{path}: {first_error(error)}") from None
         return cls(
-            local_hostname=addresses.own(found.master_server_address),
             metadata_server=found.metadata_server,
             master_server_address=found.master_server_address,
             protocol=found.protocol,

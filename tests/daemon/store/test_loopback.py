@@ -16,7 +16,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvprefetch.daemon.store import joining, loopback
+from kvprefetch.daemon.store import addresses, joining, loopback
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
 from tests.lab import process
@@ -159,7 +159,8 @@ def join(host: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Client, list[Any]]
     imported: Callable[[], Any] = lambda: Client  # noqa: E731
     monkeypatch.setattr(joining, "import_client", imported)
     monkeypatch.setattr(MooncakeSettings, "unreached", lambda self, timeout_s: None)
-    settings = MooncakeSettings(host, "P2PHANDSHAKE", "127.0.0.1:1", "rdma", "", 0, "default")
+    monkeypatch.setattr(addresses, "own", lambda master: host)
+    settings = MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:1", "rdma", "", 0, "default")
     with capture_logs() as logs:
         joined = joining.join(settings, 1, 100, structlog.get_logger())
     return joined.client, [each["event"] for each in logs]

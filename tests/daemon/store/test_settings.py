@@ -24,7 +24,7 @@ def read(path: Path, **settings: Any) -> MooncakeSettings:
 def test_should_read_the_file_that_vllm_reads(path: Path) -> None:
     sizes = {"global_segment_size": "4GB", "local_buffer_size": "8 MB"}
     found = read(path, metadata_server="P2PHANDSHAKE", protocol="tcp", tenant_id=None, **sizes)
-    assert found == MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, "default")
+    assert found == MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:50051", "tcp", "", 0, "default")
 
 
 @pytest.mark.parametrize(

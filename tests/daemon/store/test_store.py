@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
+from kvprefetch.daemon.store.breaker import Breaker
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass, StoreUnavailable, classify
 from kvprefetch.daemon.store.joining import Joined
@@ -19,7 +20,7 @@ from kvprefetch.daemon.store.storage_nodes import PAUSE_S
 from tests.support.clock import Clock
 from tests.support.waiting import eventually
 
-SETTINGS = MooncakeSettings("127.0.0.1", "P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
+SETTINGS = MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:1", "tcp", "", 0, "default")
 
 
 class Replica:
@@ -168,6 +169,18 @@ def test_should_fail_fast_for_growing_intervals_and_let_one_probe_through() -> N
     client.codes = [1]
     assert store.exist(["k"]) == [True]
     assert store.exist(["k"]) == [True]
+
+
+def test_calls_that_fail_together_are_one_failure() -> None:
+    clock = Clock()
+    breaker = Breaker(clock.now_s)
+    calls = [breaker.begin() for _ in range(8)]
+    assert [breaker.failed(call) for call in calls] == [0.5] * 8
+    clock.advance_ms(501)
+    probe = breaker.begin()
+    assert probe is not None and probe.probe  # noqa: PT018
+    breaker.failed(calls[0])
+    assert breaker.failed(probe) == 1.0
 
 
 @pytest.mark.parametrize("code", [-800, -900, -901])
