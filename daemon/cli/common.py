@@ -21,6 +21,7 @@ from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
+from ..door.token import read_token
 from ..store.disk import DiskSpec
 from ..store.settings import MooncakeSettings, SettingsError
 from .help_page import Command, Group, HelpPage
@@ -128,10 +129,22 @@ def accepted(sources: Sources) -> Effective:
         raise ConfigError(str(error)) from None
     if config.socket_group is not None:
         group_id(config.socket_group)
+    if config.hints_port and config.hints != "off":
+        check_token(config)
     for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
         if (size := getattr(config, name)) > (most := machine_bytes()):
             raise ConfigError(f"{name}: is more than this machine has: {name}={size_text(size)} max={whole_mib(most)}")
     return effective
+
+
+def check_token(config: DaemonConfig) -> None:
+    """Raise ConfigError where there is no file with a token, it holds none, or other users may read it."""
+    if config.hints_token is None:
+        raise ConfigError(f"hints_token: is missing: hints_port={config.hints_port} needs a file with a token")
+    try:
+        read_token(config.hints_token)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"hints_token: {error}: hints_token={str(config.hints_token)!r}") from None
 
 
 def of_running(effective: Effective) -> DaemonConfig:

@@ -142,6 +142,7 @@ def write_bundle(target: Path, config: DaemonConfig, texts: Mapping[str, str], l
     if config.mooncake_config is not None:
         parts["mooncake.json"] = config.mooncake_config.read_text(errors="replace")
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.fchmod(descriptor, 0o600)  # of a file that was there before, too
     with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, text in parts.items():
             data = without_secrets(text).encode()

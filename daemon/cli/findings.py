@@ -184,12 +184,14 @@ def ports(config: DaemonConfig) -> Iterator[Finding]:
     wanted = [("metrics_port", config.metrics_address, config.metrics_port)]
     if config.mooncake_config is None:
         wanted.append(("master_port", "127.0.0.1", config.master_port or 0))
+    if config.hints != "off":
+        wanted.append(("hints_port", "127.0.0.1", config.hints_port))
     for name, address, port in wanted:
         try:
             socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
         except (OSError, UnicodeError) as error:
             what = f"{name}: cannot be bound: {getattr(error, 'strerror', None) or error}: {address}:{port}"
-            yield bad(what, f"another one with --{name.replace('_', '-')}, or 0 for no metrics")
+            yield bad(what, f"another one with --{name.replace('_', '-')}, or 0 for none")
         else:
             if port:
                 yield ok(f"{name}: {address}:{port} is free")

@@ -127,8 +127,9 @@ class Sender:
                 self.refused.append((number, each.reason))
             blocks = each.blocks.model_dump()
             self.counts.update(blocks)
-            if each.outcome == "completed":  # what was clipped had no room
+            if each.outcome not in ("rejected", "missing"):  # what was clipped had no room, and others may end early
                 self.counts["no_room"] += blocks["asked"] - blocks["staged"] - blocks["started"] - blocks["missing"]
+                self.counts["failed"] += blocks["started"] - blocks["fetched"] - blocks["no_room"] - blocks["failed"]
         self._show()
 
     def _announced(self, prompts: Sequence[Prompt]) -> Announced:

@@ -18,7 +18,7 @@ import click
 
 from ...client.control import Conversation, Unavailable, ask
 from ...kv.keys import name_of
-from ...shmring.wire.admin import MAX_REMOVED, Remove, Removed, Status, StatusQuery
+from ...shmring.wire.admin import MAX_NAMESPACE_BYTES, MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES
 from ..config.model import ConfigError
 from ..store.fill import StoreFill, read
@@ -175,7 +175,7 @@ def namespaces_of(arguments: Arguments) -> set[str]:
         how = "several engines have" if named else "no attached engine has"
         raise ConfigError(f"store purge: {how} an id that begins so: engine={arguments.engine!r}")
     names = set(named[0].split(", "))
-    if not all(name.endswith("@") for name in names):
+    if len(named[0].encode()) > MAX_NAMESPACE_BYTES - 4 or not all(name.endswith("@") for name in names):
         raise ConfigError(
             f"store purge: the engine has too many namespaces to name here: engine={arguments.engine!r}: "
             "use --prefix, with each that `store stat` prints"

@@ -142,8 +142,8 @@ def lines(
     name = str(arguments.file or "-")
     if arguments.journal is not None and arguments.file is not None:
         raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={name!r}")
-    try:
-        with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
+        try:
             if arguments.journal is not None:
                 source = reader.journal(arguments.journal, following=following, last=last)
                 if last != 0:
@@ -156,11 +156,20 @@ def lines(
                 source = reader.stream(opened.enter_context(Path(name).open("rb")))
             else:
                 source = reader.tail(Path(name), 10 if last is None else last, following=following)
-            yield opened.enter_context(contextlib.closing(source))
-    except BrokenPipeError:
-        raise
+        except OSError as error:
+            raise _unreadable(error, name) from None
+        yield opened.enter_context(contextlib.closing(_read(source, name)))
+
+
+def _read(source: Generator[bytes, None, None], name: str) -> Generator[bytes, None, None]:
+    try:
+        yield from source
     except OSError as error:
-        raise Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}") from None
+        raise _unreadable(error, name) from None
+
+
+def _unreadable(error: OSError, name: str) -> Unavailable:
+    return Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}")
 
 
 def run_otlp(arguments: Arguments) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...client.control import look
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
-from .common import NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
+from .common import EX_UNAVAILABLE, NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
 
 PAGE = SocketPage(
@@ -25,7 +25,7 @@ PAGE = SocketPage(
         ("kvprefetchd top --once", "one look, for a report"),
         ("kvprefetchd top --json", "one look, for a program"),
     ),
-    exits={0: "interrupted, or --once", 69: "no daemon answers"},
+    exits={0: "interrupted, or --once", 69: "no daemon answers, or it died"},
     also="kvprefetchd status, stat; docs/METRICS.md",
 )
 PAGE = replace(PAGE, environment={**PAGE.environment, **NO_COLOR})
@@ -50,9 +50,10 @@ def run(arguments: Arguments) -> int:
         if arguments.once or arguments.json or not sys.stdout.isatty():
             now, rates = looked_twice(arguments.socket, arguments.interval)
             if arguments.json:
-                show(now.model_dump() | {"now": rates._asdict()})
+                show(now.model_dump() | {"now": rates._asdict()}, ok=now.alive, problems=now.problems)
             else:
                 print("\n".join(overview.describe(now, rates)))
+            return 0 if now.alive else EX_UNAVAILABLE
         else:
             from . import top_view  # rich is slow to import, and only this needs it
 

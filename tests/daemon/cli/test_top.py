@@ -23,7 +23,7 @@ from kvprefetch.daemon.control import report
 from kvprefetch.daemon.control.refusals import LISTED, MAX_TEXT
 from kvprefetch.daemon.telemetry import overview
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.admin import Status
+from kvprefetch.shmring.wire.admin import MAX_NAMESPACE_BYTES, Status
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
 from tests.daemon.stores import blocks
@@ -185,7 +185,7 @@ def test_status_of_another_release_is_understood() -> None:
 
 def test_an_answer_with_many_engines_fits_a_message() -> None:
     counters = {f"counter_{i}": 10**12 for i in range(20)}
-    worst = engine(engine="x" * 256, namespace="x" * report.MAX_NAMESPACE_BYTES, **counters)
+    worst = engine(engine="x" * 256, namespace="x" * MAX_NAMESPACE_BYTES, **counters)
     longest = slow("r" * 512, "x" * 256, "engine_corrupt", 1e6, fetched_bytes=10**12)
     refused = [{"engine": "x" * MAX_TEXT, "uid": 10**9, "pid": 10**9, "error": "x" * MAX_TEXT, "tries": 10**9}] * LISTED
     message = status(*([worst] * report.MAX_ENGINES), slowest=[longest] * report.SLOWEST, refused=refused)
