@@ -125,7 +125,7 @@ class Bench:
     def _fill(self, filler: str, wait: Callable[[int], int], values_per_prompt: int) -> None:
         """One prompt after the other: computed in a batch of their own, all stores hold the same bytes of them."""
         self.say(f"filling the store with {self.setting.prompts} prompts, by {filler}")
-        self.engines[filler].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=180)
+        self.engines[filler].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=600)
         expected = self.setting.prompts * values_per_prompt
         stored = wait(expected)
         if stored != expected:
@@ -140,5 +140,5 @@ class Bench:
             self.prompts,
             max_tokens=self.setting.output_lengths(),
             concurrency=self.setting.outstanding,
-            timeout_s=180,
+            timeout_s=600,
         )

@@ -54,8 +54,7 @@ class Waits:
 
     def over(self, state: RequestState, now_ns: int) -> None:
         """The request is asked about again, or ended: the cost of its last None is known."""
-        if state.deferred_ns:
-            self._counters["wait_ns"] += state.resume(now_ns)
+        self._counters["wait_ns"] += state.resume(now_ns)
 
     def pass_ended(self, now_ns: int) -> None:
         """Requests deferred in the pass before and not visited in this one no longer wait for us."""

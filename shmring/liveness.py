@@ -39,10 +39,9 @@ _ALIVE, _HUNG = PeerStatus.ALIVE, PeerStatus.HUNG
 class Liveness:
     """One side's access to the liveness words of a segment. `now_ns` is CLOCK_MONOTONIC (time.monotonic_ns)."""
 
-    def __init__(self, words: Words, *, consumer: bool, hung_after_ns: int = HUNG_AFTER_NS) -> None:
+    def __init__(self, words: Words, *, consumer: bool) -> None:
         self._words = words
         self._load_acquire = words.load_acquire
-        self._hung_after_ns = hung_after_ns
         mine, peer = (Line.CONSUMER_BEAT, Line.PRODUCER_BEAT) if consumer else (Line.PRODUCER_BEAT, Line.CONSUMER_BEAT)
         self._my_beat, self._peer_beat = int(mine), int(peer)
         self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
@@ -76,4 +75,4 @@ class Liveness:
             return PeerStatus.GONE
         # SYNC beat: read as it is, orders nothing
         # abs: a beat from the future must not read as alive for ever.
-        return _HUNG if abs(now_ns - load(self._peer_beat)) > self._hung_after_ns else _ALIVE
+        return _HUNG if abs(now_ns - load(self._peer_beat)) > HUNG_AFTER_NS else _ALIVE

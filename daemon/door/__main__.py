@@ -22,7 +22,7 @@ from .messages import Messages
 from .token import read_token
 
 THREADS = WAITERS + 4
-CONNECTIONS = 512  # of a socket at a time; one costs a descriptor, and a thread only once its request is whole
+CONNECTIONS = 128  # of a socket at a time; one costs a descriptor, and a thread only once its request is whole
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
 NICE = 10  # behind the daemon's fetches, FETCH_NICE

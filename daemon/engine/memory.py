@@ -147,7 +147,7 @@ def slot_bytes(config: DaemonConfig, engine: EngineInfo) -> list[int]:
 def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slots: int = 0) -> tuple[Layout, int]:
     """Return the layout of an engine's memory, and how many of its slots are for saves.
 
-    Raises StagingTooSmall, SegmentError, and ValueError for a layout out of bounds.
+    Raises SegmentError, and ValueError for too little staging or a layout out of bounds.
     """
     wants, slots = engine.scheduler, slots_for(config.staging, slot_bytes(config, engine))
     save_slots = min(slots - 1, max(1, int(slots * config.save_share))) if wants.saves else 0

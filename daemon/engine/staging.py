@@ -17,15 +17,11 @@ FILL_BYTES = 4 << 20  # reserved at a time: two to ten milliseconds
 MAX_SLOTS = 1 << 22  # of an engine: what the daemon keeps of each adds up, and an engine may name blocks of one byte
 
 
-class StagingTooSmall(ValueError):
-    """The budget does not hold one block."""
-
-
 def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
-    """Return how many slots the budget holds, at most MAX_SLOTS. Raises StagingTooSmall for none."""
+    """Return how many slots the budget holds, at most MAX_SLOTS. Raises ValueError for none."""
     per_slot = sum(block_bytes)
     if budget_bytes < per_slot:
-        raise StagingTooSmall(
+        raise ValueError(
             "staging is smaller than one block: "
             f"staging={size_text(budget_bytes)} block={size_text(per_slot)} (all ranks)"
         )

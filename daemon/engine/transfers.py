@@ -210,11 +210,6 @@ class Found(NamedTuple):
     present: bytes
     on_disk: bytes
 
-    @property
-    def run(self) -> int:
-        """Return how many leading digests the store holds."""
-        return (self.present + b"\0").index(0)
-
 
 def look_up(
     store: Store, layout: RankLayout, questions: Sequence[Sequence[bytes]], *, media: bool

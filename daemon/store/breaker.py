@@ -45,11 +45,6 @@ class Breaker:
         """Seconds since a call worked or failed."""
         return self._clock() - self._known_at
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds until it is time to try."""
-        return max(0.0, self._retry_at - self._clock())
-
     def begin(self) -> Attempt | None:
         """Admit a call, which end() follows; None while the breaker admits none."""
         with self._lock:

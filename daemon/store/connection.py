@@ -122,7 +122,7 @@ class Connection:
         """Yield the client and the breaker's attempt, for one call. Raises StoreUnavailable."""
         attempt = self._breaker.begin()
         if attempt is None:
-            raise StoreUnavailable(f"the store failed; next try in {self._breaker.wait_s:.1f} s")
+            raise StoreUnavailable("the store failed, and is tried again soon")
         try:
             with self._local() as client:
                 yield client, attempt
