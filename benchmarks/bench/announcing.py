@@ -22,13 +22,14 @@ class Announcer:
         self._thread = ThreadPoolExecutor(1)
         Door(socket).ask("GET", "/v1/kv_hints/none")
 
-    def begin(self, prompts: Sequence[list[int]], at_s: Sequence[float]) -> Future[None]:
+    def begin(self, prompts: Sequence[list[int]], at_s: Sequence[float], ttl_ms: int = 5000) -> Future[None]:
         """Announce each prompt so many seconds from now. The result raises EngineError for one that was refused."""
-        return self._thread.submit(self._announce, time.monotonic(), prompts, at_s)
+        return self._thread.submit(self._announce, time.monotonic(), prompts, at_s, ttl_ms)
 
-    def _announce(self, begun_s: float, prompts: Sequence[list[int]], at_s: Sequence[float]) -> None:
+    def _announce(self, begun_s: float, prompts: Sequence[list[int]], at_s: Sequence[float], ttl_ms: int) -> None:
         for prompt, at in zip(prompts, at_s, strict=True):
             time.sleep(max(0.0, begun_s + at - time.monotonic()))
-            [answer] = self._client.prefetch([Prompt(token_ids=prompt)], engine=self._engine).outcomes
+            some = [Prompt(token_ids=prompt)]
+            [answer] = self._client.prefetch(some, engine=self._engine, ttl_ms=ttl_ms).outcomes
             if answer.outcome not in GOOD:
                 raise EngineError(f"an announcement was refused: {answer}")

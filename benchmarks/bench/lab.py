@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 # Requests and output tokens that measure the machine's pace.
 PACE_REQUESTS, PACE_TOKENS, WARM_UP = 10, 60, 4
 PASS_S = 240
+VAIN_MS = 400  # what is announced in vain is fetched by then, and takes no room any more
 
 
 class Lab:
@@ -76,7 +77,7 @@ class Lab:
             for variant in [variants.LOCAL, *self.variants]:
                 if variant in self._engines:
                     continue
-                if variant == variants.RECOMPUTED:
+                if variant in (variants.BUSY, variants.RECOMPUTED):
                     self._engines[variant] = self._engines[variants.LOCAL]
                     continue
                 self._say(f"starting {'an engine' if count == 1 else f'{count} engines'}: {variant}")
@@ -155,9 +156,13 @@ class Lab:
         return served
 
     def _announce(self, variant: str, setting: Setting, asked: Plan) -> Future[None] | None:
-        if variant != variants.ANNOUNCED or asked.arrivals_s is None:
+        """Announce the requests; for `local-busy` as many other prompts, for an engine that they never come to."""
+        if variant not in (variants.ANNOUNCED, variants.BUSY) or asked.arrivals_s is None:
             return None
-        return self._announcer.begin(asked.prompts, [at - setting.level for at in asked.arrivals_s])
+        at_s = [at - setting.level for at in asked.arrivals_s]
+        if variant == variants.ANNOUNCED:
+            return self._announcer.begin(asked.prompts, at_s)
+        return self._announcer.begin(prompts(setting, SETS), at_s, ttl_ms=VAIN_MS)
 
     def _used(self, engines: Sequence[Engine]) -> tuple[float, float, float]:
         """So far: CPU seconds of these engines, of all our processes, and bytes received over the link."""
@@ -167,7 +172,8 @@ class Lab:
 
     def _stored(self, settings: Sequence[Setting]) -> list[list[int]]:
         """All that the store has of these points' prompts, each once."""
-        every = [prompt for setting in settings for number in range(SETS) for prompt in stored(setting, number)]
+        sets = range(SETS + (variants.BUSY in self.variants))
+        every = [prompt for setting in settings for number in sets for prompt in stored(setting, number)]
         return [list(each) for each in dict.fromkeys(map(tuple, every))]
 
     def _warm_up(self) -> list[list[int]]:

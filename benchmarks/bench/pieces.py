@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bench.setting import Setting
-from benchmarks.bench.variants import ANNOUNCED, DEFAULT, LOCAL, ON_DEMAND, OURS
+from benchmarks.bench.variants import ANNOUNCED, BUSY, DEFAULT, LOCAL, ON_DEMAND, OURS
 
 BASE = Setting()
 
@@ -147,7 +147,7 @@ PIECES = {
             lambda base, at: base.but(level=at),
             # A fetch of 150 ms: 18 MB.
             Setting(arrivals="apart", requests=8, places=1, prompt_tokens=9200, output_tokens=(8, 8), link_mbit=1000),
-            variants=(LOCAL, ON_DEMAND, ANNOUNCED),
+            variants=(LOCAL, BUSY, ON_DEMAND, ANNOUNCED),
         ),
     )
 }

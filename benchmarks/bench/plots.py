@@ -11,11 +11,12 @@ from typing import Any
 
 from benchmarks.bench.figures import exposed_bound_s, point_figures
 from benchmarks.bench.hiding import hiding
-from benchmarks.bench.variants import LOCAL, RECOMPUTED
+from benchmarks.bench.variants import BUSY, LOCAL, RECOMPUTED
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what loads nothing is black and grey.
 COLORS = {
     LOCAL: "black",
+    BUSY: "#555555",
     RECOMPUTED: "#999999",
     "upstream-sync": "#CC79A7",
     "upstream-async": "#D55E00",

@@ -9,6 +9,7 @@ from benchmarks.bench.setting import Setting
 from tests.lab import connectors
 
 LOCAL, RECOMPUTED = "local", "recomputed"
+BUSY = "local-busy"  # the same engine as LOCAL, while as much is announced and fetched for another engine
 OURS = "kvprefetch"
 ON_DEMAND = "kvprefetch-on-demand"
 ANNOUNCED = "kvprefetch-announced"
@@ -23,10 +24,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ANNOUNCED: {"wait_policy": "wait"},
     SESSIONS: {"wait_policy": "adaptive"},
 }
-ALL = (LOCAL, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
+ALL = (LOCAL, BUSY, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
 DEFAULT = (LOCAL, "upstream-async", ON_DEMAND, OURS)
 # They load whatever the store has, so their hits are known beforehand.
-PATIENT = {LOCAL, *UPSTREAM, *LMCACHE, ON_DEMAND, "kvprefetch-wait"}
+PATIENT = {LOCAL, BUSY, *UPSTREAM, *LMCACHE, ON_DEMAND, "kvprefetch-wait"}
 
 
 def ours(variant: str) -> bool:
@@ -36,7 +37,7 @@ def ours(variant: str) -> bool:
 
 def bare(variant: str) -> bool:
     """Whether its engine has no connector."""
-    return variant in (LOCAL, RECOMPUTED)
+    return variant in (LOCAL, BUSY, RECOMPUTED)
 
 
 def left_out(variant: str, setting: Setting, lmcache_python: Path | None) -> str | None:
