@@ -142,5 +142,6 @@ class Loads:
         The daemon counts all that it fetched, which may be more than were loaded. Raises SegmentCorrupt.
         """
         last_id, epoch, flag = self._last
-        same = session is not None and (last_id, epoch) == (request_id, session.epoch)
-        return session.flags.disk(flag) if session is not None and same else None
+        if session is None or (last_id, epoch) != (request_id, session.epoch):
+            return None
+        return session.flags.disk(flag)
