@@ -12,7 +12,8 @@ are free, the more requests wait behind it, as in a queue by the load of its ser
 * It takes what is ready once none of its own blocks came for STOP_FACTOR times as long.
 
 A gain smaller than the time to the next visit is not waited for.  Before a prefill was measured every request waits: a
-guess of its cost would be a guess of the verdict.  Nothing is remembered of earlier fetches.
+guess of its cost would be a guess of the verdict.  The first blocks of all tell no pace, since connections were set up
+before them.  Nothing is remembered of earlier fetches.
 
 Only the first of the waiting requests is judged, and its clock starts when it gets there.  Requests behind it are not
 late: store and staging serve the queue in order.  Judged one by one, a whole queue would be recomputed.
@@ -130,6 +131,8 @@ class WaitPolicy:
             hinted_ns, came = wait.hinted
             wait.began_ns = max(hinted_ns, before_ns) if came else now_ns
             wait.base, wait.progress_ns = self._came - came, now_ns
+        if not before_ns and self._came:  # the first blocks of all tell no pace
+            wait.base, wait.began_ns = self._came, now_ns
         if wait.policy == "best_effort":
             return Verdict.TAKE
         if wait.counts and now_ns >= wait.bound_ns:

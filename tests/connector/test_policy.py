@@ -66,8 +66,10 @@ class World:
 
 
 def policy_for(world: World, *, busy: bool) -> WaitPolicy:
-    """A policy that has measured this world's steps."""
-    return WaitPolicy(steps_of(world, busy=busy), BLOCK_TOKENS)
+    """A policy that has measured this world's steps, and has seen a fetch."""
+    policy = WaitPolicy(steps_of(world, busy=busy), BLOCK_TOKENS)
+    policy.saw(Wait("adaptive", 0, 0, 0), 1, 1)
+    return policy
 
 
 def steps_of(world: World, *, busy: bool) -> StepTimes:
@@ -192,6 +194,16 @@ def test_blocks_that_came_before_the_first_visit_tell_the_pace(policy: WaitPolic
         wait = begin(ready=40)
         wait.hinted = (100 * SEC - hinted_ms * MS, 40)
         assert look(policy, wait, 40, 0) is expected
+
+
+def test_the_first_blocks_of_all_tell_no_pace(policy: WaitPolicy) -> None:
+    """Connections are set up before them: 4 of 31 blocks after 90 ms are no 23 ms a block."""
+    fresh = WaitPolicy(steps_of(World(100_000, 5 * MS, 100, []), busy=True), BLOCK_TOKENS)
+    for seen, expected in ((fresh, Verdict.WAIT), (policy, Verdict.STOP)):
+        wait = begin()
+        look(seen, wait, 0, 0, missing=31)
+        assert look(seen, wait, 4, 60, missing=31) is expected
+    assert look(fresh, begin(), 0, 80, missing=31) is Verdict.WAIT
 
 
 def test_what_was_taken_back_is_waited_for_again_within_the_same_silence(policy: WaitPolicy) -> None:
