@@ -38,6 +38,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", help=f"of {','.join(variants.ALL)}; all: all that can run (default: each piece's own)"
     )
+    parser.add_argument("--points", type=float, nargs="+", default=(), help="on the axis (default: each piece's own)")
     parser.add_argument("--requests", type=int, help="of each pass (default: each piece's own)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: each piece's own)")
     parser.add_argument(
@@ -89,7 +90,7 @@ def measure(piece: Piece, options: argparse.Namespace, said: str) -> dict[str, A
         print(f"[{time.monotonic() - begun:6.1f} s] {piece.name}: {line}", flush=True)
 
     say(piece.question)
-    points = piece.settings(quick=options.quick, requests=options.requests)
+    points = piece.settings(quick=options.quick, requests=options.requests, points=options.points)
     if options.disk:
         points = [(at, setting.but(far="disk")) for at, setting in points]
     rounds = options.rounds or (1 if options.quick else piece.rounds)

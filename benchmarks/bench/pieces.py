@@ -29,10 +29,12 @@ class Piece:
     rounds: int = 3
     logarithmic: bool = False
 
-    def settings(self, *, quick: bool, requests: int | None = None) -> list[tuple[float, Setting]]:
+    def settings(
+        self, *, quick: bool, requests: int | None = None, points: Sequence[float] = ()
+    ) -> list[tuple[float, Setting]]:
         """The points and their settings; `requests` instead of the piece's own, of which a quick run has half."""
         base = self.base.but(requests=requests or (self.base.requests // 2 if quick else self.base.requests))
-        return [(point, self.vary(base, point)) for point in (self.quick if quick else self.points)]
+        return [(point, self.vary(base, point)) for point in points or (self.quick if quick else self.points)]
 
 
 DISK = 0.0  # the place of the slow disk on the axis of links
