@@ -128,8 +128,8 @@ class Sender:
             blocks = each.blocks.model_dump()
             self.counts.update(blocks)
             if each.outcome not in ("rejected", "missing"):  # what was clipped had no room, and others may end early
-                self.counts["no_room"] += blocks["asked"] - blocks["staged"] - blocks["started"] - blocks["missing"]
-                self.counts["failed"] += blocks["started"] - blocks["fetched"] - blocks["no_room"] - blocks["failed"]
+                known = sum(blocks[name] for name in ("staged", "fetched", "missing", "no_room", "failed"))
+                self.counts["no_room" if each.outcome == "completed" else "failed"] += blocks["asked"] - known
         self._show()
 
     def _announced(self, prompts: Sequence[Prompt]) -> Announced:

@@ -101,7 +101,7 @@ class _Announcement:
                 "asked": self.blocks,
                 "staged": self.staged,
                 "started": self.found - self.staged,
-                "absent": self.planned - self.found,
+                "absent": self.planned - self.found if self.looked_up else 0,
                 "fetched": self.fetched,
                 "no_room": self.no_room,
                 "failed": self.failed,

@@ -20,6 +20,7 @@ from kvprefetch.daemon.cli.prompts import Listed
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks, request_line, stored
 from tests.lab.daemon import Daemon
+from tests.lab.process import descendants, frozen
 from tests.support.auditor import Auditor, ask_daemon
 from tests.support.command import kvprefetchd
 from tests.support.fake_engine import FakeEngine
@@ -122,6 +123,18 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     assert counted(daemon.socket, listing(chain[300:400])) == {"fetched": 100}, "another run replaces what is old"
     assert not [line for line in daemon.records("request.done") if line["taken_back"]]
     auditor.assert_idle(daemon.pid, daemon.socket)
+    engine.close()
+
+
+def test_what_ends_before_its_blocks_have_come_is_no_success(serve: Serve) -> None:
+    daemon = serve()
+    engine = FakeEngine(daemon.socket, prefix="early")
+    values = blocks("early", 8)
+    engine.save(values)
+    stored(daemon, 8)
+    (master,) = descendants(daemon.pid)
+    with frozen(master):
+        assert counted(daemon.socket, listing(list(values)), 1, "--ttl", "1") == {"failed": 8}
     engine.close()
 
 
