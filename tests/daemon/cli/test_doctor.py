@@ -40,6 +40,7 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
     daemon = serve(extra=("--metrics-port", str(port)))
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(daemon.lines))
+    (tmp_path / "bundle.tar.gz").touch(0o644)
     (tmp_path / "kvprefetch").mkdir()
     (tmp_path / "kvprefetch/kvprefetchd.sock").symlink_to(daemon.socket)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -89,8 +90,12 @@ def broken_places(folder: Path, port: int) -> dict[str, tuple[str, ...]]:
         (folder / name / "1.bucket").touch()
     os.chown(folder / "another's", 65534, -1)
     (folder / "open").chmod(0o777)
+    for name, mode in (("secret", 0o600), ("known", 0o644)):
+        (folder / name).write_text("a token of this test")
+        (folder / name).chmod(mode)
     return {
         "metrics_port: cannot be bound": ("--metrics-port", str(port)),
+        "hints_port: cannot be bound": ("--hints-port", str(port), "--hints-token", f"{folder}/secret"),
         "the path exists and is not a socket": ("--socket", f"{folder}/file"),
         "other users could replace it in its folder": ("--socket", f"{folder}/another's/s.sock"),
         "socket: cannot be bound: Not a directory": ("--socket", f"{folder}/file/below/s.sock"),
@@ -210,10 +215,14 @@ def test_values_are_listed_counted_and_purged_by_the_begin_of_their_keys(serve: 
     like = FakeEngine(daemon.socket, engine_id="one-77", prefix="one-77")
     several = kvprefetchd("store", "purge", "--engine", "one-", "--yes", *at)
     assert "several engines have an id that begins so: engine='one-'" in several.stderr
+    # The daemon's answer has 256 bytes of an engine's namespaces, and these would be another's.
+    long = FakeEngine(daemon.socket, engine_id="long", prefix="x" * (255 - len(me)))
+    many = kvprefetchd("store", "purge", "--engine", "long", "--yes", *at)
+    assert "too many namespaces to name here: engine='long': use --prefix" in many.stderr
     purged = kvprefetchd("store", "purge", "--engine", "one-3", "--yes", *at)
     assert (purged.returncode, purged.stdout) == (0, f"600 values removed; {STAGED}\n"), purged.stderr
     again = kvprefetchd("store", "purge", "--prefix", f"{me}one@", "--yes", *at)
     assert (again.returncode, again.stdout) == (0, f"0 values removed; {STAGED}\n")
     assert counted(*at) == ["2", f"{me}two@tp_rank:0@", "2", "in", "all"]
-    for each in (engine, like, other):
+    for each in (engine, like, long, other):
         each.close()

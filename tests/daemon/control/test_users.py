@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,13 @@ def ask(
     path: Path, query: Message, kind: type[M], *, uid: int = OTHER, gid: int = OTHER, groups: Sequence[int] = ()
 ) -> M:
     """Return the daemon's answer, of this kind, to a question or command of the other user, or of this one."""
+    with connected(path, uid, gid, groups) as sock:
+        send_message(sock, query)
+        return answer(sock, kind)
+
+
+@contextmanager
+def connected(path: Path, uid: int = OTHER, gid: int = OTHER, groups: Sequence[int] = ()) -> Iterator[socket.socket]:
     ours = os.getgroups()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(30)
@@ -53,8 +61,7 @@ def ask(
         finally:
             os.setegid(0)
             os.setgroups(ours)
-        send_message(sock, query)
-        return answer(sock, kind)
+        yield sock
 
 
 @pytest.fixture
@@ -146,6 +153,21 @@ def test_users_that_may_share_have_the_same_keys(both: Serve, tmp_path: Path) ->
     os.kill(daemon.pid, signal.SIGHUP)
     ended = {"victim", "last"}
     eventually(lambda: ended <= {each["engine"] for each in daemon.records("engine.detached")}, 10, "new keys")
+
+
+def test_who_may_attach_is_asked_at_each_message(serve: Serve, tmp_path: Path) -> None:
+    """A connection from before a reload has no rights of before."""
+    configuration = tmp_path / "kvprefetchd.toml"
+    configuration.write_text(f'socket_mode = "0666"\nallow_uids = [{OTHER}]\n')
+    daemon = serve(extra=("--config", str(configuration)))
+    os.chmod(daemon.socket.parent, 0o755)
+    hello = FakeEngine(daemon.socket, engine_id="theirs", attach=False).spec.hello("worker", 0)
+    with connected(daemon.socket) as sock:
+        configuration.write_text('socket_mode = "0666"\n')
+        os.kill(daemon.pid, signal.SIGHUP)
+        assert daemon.wait_record("config.changed")
+        send_message(sock, hello)
+        assert f"uid={OTHER} may not attach" in answer(sock, Refused).error
 
 
 def test_each_user_sees_and_commands_its_own_engines(both: Serve, command: Callable[..., str]) -> None:

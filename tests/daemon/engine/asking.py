@@ -16,7 +16,7 @@ SECOND = 1_000_000_000
 class Setup:
     """Look-ups before a planner without room, so that hits wait; `stored` is what the store has."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 1) -> None:
         self.up = True
         self.sent: list[Batch] = []
         self.answers: dict[Key, tuple[int, bool]] = {}
@@ -24,7 +24,9 @@ class Setup:
         self.stored: set[bytes] = set()
         self.planner = Planner(1, FlagsModel(), chunk_blocks=1)
         self.bad_values = BadValues()
-        self.look_ups = LookUps(self.planner.requests, self.bad_values, timeout_ns=4 * SECOND, lease_ns=10 * SECOND)
+        self.look_ups = LookUps(
+            self.planner.requests, self.bad_values, timeout_ns=4 * SECOND, lease_ns=10 * SECOND, shards=shards
+        )
 
     def apply(self, answers: Sequence[Answer | Lost]) -> None:
         for answer in answers:

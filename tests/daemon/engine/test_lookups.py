@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, FIRST_DIGESTS, SLICE_DIGESTS
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, FIRST_DIGESTS, MOST_KEYS, SLICE_DIGESTS
 from kvprefetch.daemon.engine.transfers import Found
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import block
@@ -47,6 +47,19 @@ def test_a_question_is_bounded() -> None:
         setup.hint(number, *[f"{number}-{i}" for i in range(256)])
     setup.ask(0)
     assert sum(len(question.digests) for question in setup.sent[0].questions) == BATCH_DIGESTS
+
+
+def test_the_keys_of_a_question_are_bounded_whatever_the_shards_of_a_block() -> None:
+    """A question of 520,000 keys takes seconds, and the next one of every engine waits for it."""
+    setup = Setup(shards=128)
+    names = [str(i) for i in range(1000)]
+    setup.store(*names)
+    keys = [setup.hint(1, *names), *(setup.hint(number, *names[:number]) for number in range(2, 200))]
+    setup.ask()
+    while len(setup.answers) < len(keys):
+        setup.answer()
+    assert setup.answers[keys[0]] == (1000, False)
+    assert MOST_KEYS // 128 <= max(sum(map(len, batch.digests)) for batch in setup.sent) < 2 * MOST_KEYS // 128
 
 
 def test_a_prompt_of_any_length_is_asked_for_slice_by_slice_up_to_its_first_absent_block() -> None:
