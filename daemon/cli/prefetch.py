@@ -128,8 +128,9 @@ class Sender:
             blocks = each.blocks.model_dump()
             self.counts.update(blocks)
             if each.outcome not in ("rejected", "missing"):  # what was clipped had no room, and others may end early
-                known = sum(blocks[name] for name in ("staged", "fetched", "missing", "no_room", "failed"))
-                self.counts["no_room" if each.outcome == "completed" else "failed"] += blocks["asked"] - known
+                looked_up = blocks["staged"] + blocks["started"] + blocks["missing"]
+                self.counts["no_room" if looked_up else "failed"] += blocks["asked"] - looked_up
+                self.counts["failed"] += blocks["started"] - blocks["fetched"] - blocks["no_room"] - blocks["failed"]
         self._show()
 
     def _announced(self, prompts: Sequence[Prompt]) -> Announced:
