@@ -8,13 +8,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.lab.daemon import Daemon, Record
-from tests.support.fake_engine import BLOCK_BYTES
+from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.waiting import eventually
 
 
@@ -70,3 +71,12 @@ def _settings(master: str, metadata_server: str = "P2PHANDSHAKE") -> dict[str, s
         "mode": "standalone-store",
         "global_segment_size": 0,
     }
+
+
+def engine_with(daemon: Daemon, name: str, count: int, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
+    """Attach an engine, and store so many of its blocks."""
+    engine, before = FakeEngine(daemon.socket, engine_id=name, prefix=name, **options), daemon.records("save.done")
+    values = blocks(name, count)
+    engine.save(values)
+    stored(daemon, count + sum(int(each["stored_blocks"]) for each in before))
+    return engine, values

@@ -18,7 +18,7 @@ from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.prefetch import Sender
 from kvprefetch.daemon.cli.prompts import Listed
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.stores import blocks, request_line, stored
+from tests.daemon.stores import blocks, engine_with, request_line, stored
 from tests.lab.daemon import Daemon
 from tests.lab.process import descendants, frozen
 from tests.support.auditor import Auditor, ask_daemon
@@ -128,10 +128,7 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
 
 def test_what_ends_before_its_blocks_have_come_is_no_success(serve: Serve) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket, prefix="early")
-    values = blocks("early", 8)
-    engine.save(values)
-    stored(daemon, 8)
+    engine, values = engine_with(daemon, "early", 8)
     (master,) = descendants(daemon.pid)
     with frozen(master):
         assert counted(daemon.socket, listing(list(values)), 1, "--ttl", "1") == {"failed": 8}

@@ -25,8 +25,8 @@ from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
-from tests.daemon.door.test_door import announce, engine_with, message
-from tests.daemon.stores import stored
+from tests.daemon.door.test_door import announce, message
+from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.lab.passes import percentile
 from tests.support.fake_engine import FakeEngine

@@ -32,7 +32,7 @@ from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.records import session_digest
 from tests.daemon.cli.test_mode import switch
 from tests.daemon.control.test_users import OPEN, OTHER, ask
-from tests.daemon.stores import blocks, request_line, stored
+from tests.daemon.stores import blocks, engine_with, request_line
 from tests.lab.daemon import Daemon
 from tests.lab.process import free_ports, frozen
 from tests.support.auditor import Auditor, ask_daemon
@@ -73,15 +73,6 @@ def became(daemon: Daemon, name: str, outcome: str) -> dict[str, Any]:
         return action if action["outcome"] == outcome else None
 
     return eventually(looked, what=f"{name} is {outcome}")
-
-
-def engine_with(daemon: Daemon, name: str, count: int, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
-    """Attach an engine, and store so many of its blocks."""
-    engine, before = FakeEngine(daemon.socket, engine_id=name, prefix=name, **options), daemon.records("save.done")
-    values = blocks(name, count)
-    engine.save(values)
-    stored(daemon, count + sum(int(each["stored_blocks"]) for each in before))
-    return engine, values
 
 
 def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: Auditor) -> None:
