@@ -12,7 +12,7 @@ only part of it, and joins neighbours that one request alone holds.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, islice
@@ -40,10 +40,7 @@ class Blocks:
         self._lost = lost
         self.used = [0, 0]  # slots of each lane that are pinned or being written
         self.pinned = 0
-        self.sole: dict[int, int] = {}  # request number -> blocks that only this request pins
-        self.sole_changed: set[int] = set()  # numbers that came into `sole`; Victims empties it
         self.wasted = [0, 0]  # blocks of each lane
-        self.unused = 0  # idle blocks that no request loaded; announced ones aside
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
@@ -119,7 +116,6 @@ class Blocks:
             for digest in run.digests[kept:]:
                 del self._index[digest]
             self._leave(run.slots[kept:])
-            self._rests(run, kept - len(run))
             self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
             del run.digests[kept:], run.slots[kept:]
@@ -149,13 +145,10 @@ class Blocks:
     def pin(self, run: Run, number: int) -> None:
         """Add this request's pin."""
         if run.pins == 0:
-            self._count_sole(number, len(run))
             self.pinned += len(run)
             if not run.in_call:
-                self._wakes(run)
+                del self._idle[run]
                 self.used[run.lane] += len(run)
-        elif run.pins == 1:
-            self._count_sole(run.holders, -len(run))
         run.pins += 1
         run.holders += number
 
@@ -166,10 +159,7 @@ class Blocks:
         for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
             run.pins -= 1
             run.holders -= number
-            if run.pins == 1:
-                self._count_sole(run.holders, len(run))
-            elif run.pins == 0:
-                self._count_sole(number, -len(run))
+            if run.pins == 0:
                 self.pinned -= len(run)
                 self._settle(run)
 
@@ -201,7 +191,7 @@ class Blocks:
         for digest in run.digests:
             del self._index[digest]
         if run in self._idle:
-            self._wakes(run)
+            del self._idle[run]
             self._release(run)
 
     def detach_all(self) -> None:
@@ -214,7 +204,6 @@ class Blocks:
         for run in {run for run in self._runs if run is not None}:
             self._waste(run, len(run))
             run.unloaded = False
-        self.unused = 0
 
     def cut(self, slot: int) -> Run:
         """Return the run that begins with this slot, cut there if need be."""
@@ -267,7 +256,6 @@ class Blocks:
             self._release(run)
         else:
             self._idle[run] = None
-            self._rests(run, len(run))
 
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
@@ -276,39 +264,20 @@ class Blocks:
         self.lost += len(run) - len(back)
         self._free.extend(back)
 
-    def _wakes(self, run: Run) -> None:
-        del self._idle[run]
-        self._rests(run, -len(run))
-
-    def _rests(self, run: Run, change: int) -> None:
-        """Change how many idle blocks no request loaded."""
-        if run.unloaded and not run.ahead_until_ns:
-            self.unused += change
-
     def _waste(self, run: Run, blocks: int) -> None:
         if run.unloaded:
             self.wasted[run.lane] += blocks
 
-    def _count_sole(self, number: int, change: int) -> None:
-        """Change how many blocks only this request pins."""
-        before = self.sole.get(number, 0)
-        if before + change == 0:
-            del self.sole[number]
-            self.sole_changed.discard(number)
-            return
-        self.sole[number] = before + change
-        if before == 0:
-            self.sole_changed.add(number)
-
     # --- what others see --------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
+        """Count slots; `slots_unused` have idle blocks that no request loaded, announced ones aside."""
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
             "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
             "slots_lost": self.lost,
-            "slots_unused": self.unused,
+            "slots_unused": sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns),
             "blocks_wasted": sum(self.wasted),
             "blocks_pinned": self.pinned,
         }
@@ -341,7 +310,5 @@ class Blocks:
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
-        assert gauges["slots_unused"] == sum(len(run) for run in idle if run.unloaded and not run.ahead_until_ns)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
-        assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
         return {slot for run in runs if run.unloaded for slot in run.slots}

@@ -18,7 +18,7 @@ class Holdings:
     def __init__(self, blocks: Blocks, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
         self.changes: deque[Broken | Publication | TakenBack] = deque()
-        self.served: set[int] = set()  # numbers of requests that hold slots and want no more
+        self.holders: dict[int, Request] = {}  # the requests that hold slots, by number
 
     def pin_known(self, request: Request, stop: int) -> None:
         """Pin the request's next blocks, up to the first that is neither in staging nor on its way."""
@@ -32,7 +32,7 @@ class Holdings:
         if request.announced is None:
             run.ahead_until_ns = 0
         request.held.extend(run.slots)
-        request.issued += len(run)
+        self.holders[request.sequence] = request
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
         """Publish what the staged blocks show; final once no more will come. `now_ns`: 0 if no bytes arrived."""
@@ -62,19 +62,12 @@ class Holdings:
             slots, published = held[request.published : ready], request.published
             request.published, request.shown = ready, shown
             self.changes.append(Publication(request, published, slots, shown, final))
-        if final:
-            self.end(request)
-
-    def end(self, request: Request) -> None:
-        """Fetch and publish nothing more for it."""
-        request.final = True
-        if request.held:
-            self.served.add(request.sequence)
+        request.final = final
 
     def show_nothing(self, request: Request) -> None:
         """End it with its local blocks."""
         self._unpin(request, 0)
-        request.ready = request.issued = request.published = request.limit = 0
+        request.ready = request.published = request.limit = 0
         self.advance(request)
 
     def stop(self, request: Request, failure: Failure) -> None:
@@ -99,12 +92,10 @@ class Holdings:
         else:
             request.names, before, request.held = choice.names, request.held, before
             request.ready = request.published = 0
-        request.issued, request.limit, request.waits = len(request.held), choice.entries, None
+        request.limit, request.waits = choice.entries, None
         request.on_disk = choice.on_disk if 1 in choice.on_disk else b""
         self.pin_known(request, request.limit)
-        if before:  # after the pins of the same blocks in their new places
-            self._blocks.unpin(before, request.sequence)
-            self._queues.changed()
+        self._give_back(request, before)  # after the pins of the same blocks in their new places
         if request.stopped:
             request.limit = request.issued
         self.advance(request)
@@ -119,11 +110,10 @@ class Holdings:
         # Nobody looked up the blocks that it found in staging: their runs know the lane.
         lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
         request.on_disk = lanes + request.on_disk[len(lanes) :]
-        request.ready = request.issued = request.published = 0
+        request.ready = request.published = 0
         request.shown = request.prompt.local_blocks
         request.final = False
         request.taken_back += 1
-        self.served.discard(request.sequence)
         self._unpin(request, 0)
         if request.stopped:  # nothing is fetched again
             request.limit = 0
@@ -132,14 +122,8 @@ class Holdings:
     def drop(self, request: Request) -> None:
         """Give up all blocks for good."""
         self._withdraw(request)
-        self.served.discard(request.sequence)
         request.final, request.waits = True, None
         self._unpin(request, 0)
-
-    def void(self, request: Request) -> None:
-        """Keep the blocks that it holds, but fetch and publish nothing more for it."""
-        request.limit = 0
-        self.end(request)
 
     def _withdraw(self, request: Request) -> None:
         """Drop the publications of this request that nobody carried out yet."""
@@ -150,6 +134,12 @@ class Holdings:
     def _unpin(self, request: Request, start: int) -> None:
         dropped = request.held[start:]
         del request.held[start:]
-        if dropped:
-            self._blocks.unpin(dropped, request.sequence)
+        self._give_back(request, dropped)
+
+    def _give_back(self, request: Request, slots: array[int]) -> None:
+        """Remove the request's pins of these slots, which it holds no more."""
+        if not request.held:
+            self.holders.pop(request.sequence, None)
+        if slots:
+            self._blocks.unpin(slots, request.sequence)
             self._queues.changed()

@@ -19,7 +19,7 @@ from collections.abc import Sequence, Set
 from ...kv.prompts import Choice, Prompt
 from .blocks import Blocks
 from .holdings import Holdings
-from .queues import Queues, Stop, Victims
+from .queues import Queues, Stop
 from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
 from .runs import BlockState, Lane, Run
 
@@ -52,7 +52,6 @@ class Planner:
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
         self._holdings = Holdings(self.blocks, self._queues)
-        self._victims = Victims(self.blocks, self._numbers, flags)
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
@@ -87,7 +86,8 @@ class Planner:
         choice = self._holdings.choose(request, request.issued)
         if not request.ranked and request.announced is None:
             self._queues.rank(request, self.block_ns, waits=waits)
-            self._moved(request)
+            if request.wants_work:
+                self._queues.enter(request)
         return choice
 
     def fetch_nothing(self, request: Request) -> None:
@@ -100,20 +100,14 @@ class Planner:
             request.failure = Failure("lease")
             self._holdings.lose(request, range(block, block + 1))
 
-    def _moved(self, request: Request) -> None:
-        """Its urgency is another now."""
-        if request.sequence in self.blocks.sole:
-            self.blocks.sole_changed.add(request.sequence)
-        if request.wants_work:
-            self._queues.enter(request)
-
     def ask(self, key: Key) -> None:
         """The scheduler reached this request while it was pending."""
         request = self.requests.get(key)
         if request is None or request.asked:
             return
         request.asked = True
-        self._moved(request)
+        if request.wants_work:
+            self._queues.enter(request)
 
     def stop(self, key: Key) -> list[int]:
         """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.
@@ -150,10 +144,7 @@ class Planner:
         Its request goes on without it. Its slots wait for fetched(): should the call have begun after all, the blocks
         that it brings count as all others.
         """
-        runs = list(self.blocks.runs(self._orders[number].slots))
-        for run in runs:
-            self._fail(run, None)
-        self._wake(runs, 0)
+        self._fail_all(self._orders[number], 0, None)
 
     def finish(self, key: Key, *loaded: range) -> Request | None:
         """The engine released or cancelled it and `loaded` these blocks. This unpins all of it."""
@@ -196,6 +187,9 @@ class Planner:
     def overdue(self, number: int, now_ns: int, failure: Failure | None = None) -> None:
         """An order missed its deadline. Its requests go on without it; its slots wait for fetched()."""
         order = self._overdue[number] = self._orders.pop(number)
+        self._fail_all(order, now_ns, failure)
+
+    def _fail_all(self, order: Order, now_ns: int, failure: Failure | None) -> None:
         runs = list(self.blocks.runs(order.slots))
         for run in runs:
             self._fail(run, failure)
@@ -231,7 +225,7 @@ class Planner:
                 self.finish(key)
                 ended.append(request)
             else:
-                self._holdings.void(request)
+                request.limit, request.final = 0, True
         self.blocks.detach_all()
         return ended
 
@@ -249,7 +243,7 @@ class Planner:
 
     def refused(self, request: Request) -> None:
         """The engine claimed or dropped the flag before a publication, so fetch nothing more for the request."""
-        self._holdings.end(request)
+        request.final = True
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -285,9 +279,6 @@ class Planner:
                 break
             elif chunk < whole or 2 * len(slots) >= chunk:
                 break  # this request would wait for the next one's blocks
-        return self._order(lane, digests, slots, ahead=ahead)
-
-    def _order(self, lane: Lane, digests: Sequence[bytes], slots: array[int], *, ahead: bool) -> Order | None:
         if not slots:
             return None
         self._sequence += 1
@@ -344,8 +335,14 @@ class Planner:
         return Stop.FULL
 
     def _take_back(self, taker: Request, lane: Lane | None) -> bool:
-        """Take all blocks of the least urgent request that gives back a slot (of this lane) at once; False if none."""
-        request = self._victims.take_back(taker.urgency, lane)
+        """Take all blocks of the least urgent request that gives back a slot (of this lane) at once; False if none.
+
+        Only of a request that is less urgent than the taker, and unclaimed.
+        """
+        urgency = taker.urgency
+        less = [each for each in self._holdings.holders.values() if each.urgency > urgency]
+        less.sort(key=lambda each: each.urgency, reverse=True)
+        request = next((each for each in less if self._gives_back(each, lane)), None)
         if request is None:
             return False
         self._holdings.take_back(request)
@@ -354,6 +351,13 @@ class Planner:
         else:  # void since a reset
             self._holdings.advance(request)
         return True
+
+    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
+        """Whether it alone holds a staged block (of this lane), and no engine claimed it. Takes back its flag then."""
+        return any(
+            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
+            for run in self.blocks.runs(request.held)
+        ) and (request.announced is not None or self._flags.take_back(request.key))  # no engine reads an announced one
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
         """If no slot will be freed, end a request's prefix at the blocks it has; False if waiting can still help.
@@ -368,9 +372,10 @@ class Planner:
         holds_all = len(held) >= self.blocks.slot_count - len(stuck) - self.blocks.lost
         of_lane = sum(held.values()) >= self.blocks.disk_slots - sum(stuck)
         if not (holds_all or (lane is Lane.DISK and of_lane)):
-            waiting = (each for each in self.requests.values() if each.held and each.limit >= 0)
-            first = None if self._holdings.served else min(waiting, key=lambda each: each.urgency, default=None)
-            if first is None:
+            holders = self._holdings.holders.values()
+            waiting = (each for each in holders if each.limit >= 0)
+            first = min(waiting, key=lambda each: each.urgency, default=None)
+            if first is None or any(each.final for each in holders):
                 return False
             request = first
         self._holdings.stop(request, Failure("no_room"))
@@ -392,7 +397,6 @@ class Planner:
         """Assert that requests, orders and the table of blocks agree. Returns the slots of unloaded blocks."""
         for request in self.requests.values():
             runs = list(self.blocks.runs(request.held))
-            assert len(request.held) == request.issued
             assert [slot for run in runs for slot in run.slots] == list(request.held), "whole runs"
             digests = tuple(digest for run in runs for digest in run.digests)
             assert digests == request.digests(0, request.issued)

@@ -1,4 +1,4 @@
-"""Requests by urgency: which one gets the next blocks of a lane, and which one gives its room back. Pure.
+"""Requests by urgency: which one gets the next blocks of a lane. Pure.
 
 The cost of an event does not grow with the number of requests: the heaps drop outdated entries when these come up, and
 a lane that found no room is not tried again before something changed.
@@ -10,25 +10,10 @@ import enum
 import heapq
 from collections.abc import Mapping, Sequence
 
-from .blocks import Blocks
-from .requests import FlagPort, Request, Urgency
-from .runs import BlockState, Lane
+from .requests import Request, Urgency
+from .runs import Lane
 
-MAX_TRIES = 64  # requests looked at for one slot
 OVERTAKEN = 10  # of its own lengths: what a fetch may wait for those that come later
-
-
-def push(heap: list[Urgency], entry: Urgency, live: Mapping[int, object]) -> None:
-    """Push the entry. Once entries of requests outside `live` (by number) may fill most of the heap, drop them."""
-    heapq.heappush(heap, entry)
-    if len(heap) > 4 * len(live) + 64:
-        heap[:] = sorted({each for each in heap if abs(each[-1]) in live})
-
-
-def negated(urgency: Urgency) -> Urgency:
-    """Turn the order around: the smallest is the least urgent."""
-    asked, priority, due_ns, sequence = urgency
-    return -asked, -priority, -due_ns, -sequence
 
 
 class Stop(enum.Enum):
@@ -66,7 +51,9 @@ class Queues:
         """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""
         request.lane = request.lane_of(request.issued)
         heap, entry = self._heaps[request.lane], request.urgency
-        push(heap, entry, self._numbers)
+        heapq.heappush(heap, entry)
+        if len(heap) > 4 * len(self._numbers) + 64:  # entries of requests that ended may fill most of it
+            heap[:] = sorted({each for each in heap if each[-1] in self._numbers})
         if heap[0] == entry:
             self._stopped[request.lane] = None
 
@@ -103,45 +90,3 @@ class Queues:
             return False
         head = self.head(other)
         return head is not None and head.urgency < urgency
-
-
-class Victims:
-    """The requests that alone hold a block, least urgent first."""
-
-    def __init__(self, blocks: Blocks, numbers: Mapping[int, Request], flags: FlagPort) -> None:
-        self._blocks, self._numbers, self._flags = blocks, numbers, flags
-        self._heap: list[Urgency] = []  # negated
-
-    def take_back(self, urgency: Urgency, lane: Lane | None) -> Request | None:
-        """Take back the flag of the least urgent request that gives back a slot (of this lane) at once.
-
-        Only of a request that is less urgent than `urgency` and unclaimed; None if there is none.
-        """
-        while self._blocks.sole_changed:
-            if (request := self._numbers.get(self._blocks.sole_changed.pop())) is not None:
-                push(self._heap, negated(request.urgency), self._numbers)
-        aside: list[Urgency] = []
-        found = None
-        while self._heap and found is None and len(aside) < MAX_TRIES:
-            entry = self._heap[0]
-            victim = self._numbers.get(-entry[-1])
-            if victim is None or negated(victim.urgency) != entry or victim.sequence not in self._blocks.sole:
-                heapq.heappop(self._heap)
-                continue
-            if victim.urgency <= urgency:
-                break
-            heapq.heappop(self._heap)
-            free = victim.announced is not None  # no engine reads its flag
-            if self._gives_back(victim, lane) and (free or self._flags.take_back(victim.key)):
-                found = victim
-            else:
-                aside.append(entry)
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
-        return found
-
-    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
-        return any(
-            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
-            for run in self._blocks.runs(request.held)
-        )

@@ -57,7 +57,6 @@ class Request:
     arrived_ns: int = 0
     limit: int = -1  # -1 until looked up
     ready: int = 0
-    issued: int = 0
     published: int = 0  # the slot table has so many entries
     shown: int = 0  # blocks of the flag
     asked: bool = False
@@ -83,6 +82,10 @@ class Request:
     @property
     def blocks(self) -> int:
         return len(self.names) // self.prompt.name_bytes
+
+    @property
+    def issued(self) -> int:
+        return len(self.held)
 
     def digest(self, block: int) -> bytes:
         start = block * self.prompt.name_bytes

@@ -115,6 +115,7 @@ class Setup:
 
     def staged(self, text: str, key: int = 99) -> bool:
         """Whether a hint now finds all of these without a fetch."""
-        request = self.planner.finish(hint(self.planner, key, *text))
-        assert request is not None
-        return request.issued == len(text)
+        request = self.planner.requests[hint(self.planner, key, *text)]
+        found = request.issued
+        self.planner.finish(request.key)
+        return found == len(text)
