@@ -1,6 +1,10 @@
 """The memory of epochs: reserved, registered and freed on threads, several engines at a time.
 
-Everything here runs on the main loop, but what is handed to the pools.  The ledger says which reservation may begin.
+Everything here runs on the main loop, but what is handed to the pools.
+
+No byte of the machine is promised twice.  Linux overcommits: a reservation too many would succeed, and the OOM killer
+would end a process later.  What is available says nothing of reservations that are still being filled, so these count
+in full until the memory is taken.  Reservations wait for releases under way, in the order of their wishes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from ..store.client import Store
 from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
-from .ledger import Ledger
 from .memory import EngineInfo, EngineMemory, device_staging, layout_for, slot_bytes
 
 
@@ -35,17 +38,18 @@ class Withdrawn(Exception):
 
 @dataclass(eq=False)
 class _Wish:
-    """One engine's reservation. Its thread adds to `taken`, and reads `wanted` after each slice."""
+    """One engine's reservation of `size` bytes. Its thread adds to `taken`, and reads `wanted` after each slice."""
 
     number: int
     config: DaemonConfig
     engine: EngineInfo
     wanted: bool = True
     taken: int = 0
-    entered: int = 0  # of `taken`, what the ledger knows
     device: DeviceStaging | None = None
     device_error: str = ""
     queued: bool = False  # it has its device memory, or goes on without
+    granted: bool = False
+    size: int = 0
     control_bytes: int = 0
 
     def make(self, store: Store) -> EngineMemory:
@@ -73,8 +77,8 @@ class Reservations:
 
     def __init__(self, pools: Pools, store: Store) -> None:
         self._pools, self._store = pools, store
-        self._ledger = Ledger()
         self._wishes: dict[int, _Wish] = {}
+        self._freeing: dict[int, int] = {}  # bytes on their way back, by number
         self._done: deque[Reserved] = deque()
 
     def want(self, number: int, config: DaemonConfig, engine: EngineInfo) -> None:
@@ -90,7 +94,9 @@ class Reservations:
         """Nobody wants this memory any more."""
         if (wish := self._wishes.get(number)) is not None and wish.wanted:
             wish.wanted = False
-            if self._ledger.withdraw(number):
+            if wish.granted:
+                self._freeing[number] = wish.size
+            elif wish.queued:
                 self._end(wish, Withdrawn())
             self.carry_on()
 
@@ -103,7 +109,7 @@ class Reservations:
             memory.staging.unregister()
         else:
             number = memory.layout.epoch
-            self._ledger.release(number, memory.total_bytes)
+            self._freeing[number] = memory.total_bytes
             self._pools.start(Call(Kind.ATTACH, memory.close, partial(self._freed, number)))
 
     def next_done(self) -> Reserved | None:
@@ -134,7 +140,7 @@ class Reservations:
         self._queue(wish)
 
     def _queue(self, wish: _Wish) -> None:
-        """Let the ledger say when it may begin."""
+        """It has all that it needs to begin, but the memory."""
         wish.queued = True
         try:
             layout, _ = layout_for(wish.config, wish.number, wish.engine)
@@ -143,31 +149,29 @@ class Reservations:
             return
         if wish.wanted:
             wish.control_bytes = layout.total_bytes
-            self._ledger.want(
-                wish.number, layout.slot_count * sum(slot_bytes(wish.config, wish.engine)) + wish.control_bytes
-            )
+            wish.size = layout.slot_count * sum(slot_bytes(wish.config, wish.engine)) + wish.control_bytes
             self.carry_on()
         else:
             self._end(wish, Withdrawn())
 
     def carry_on(self) -> None:
         """Begin the reservations that may, once the store is open, and refuse those for which there is no memory."""
-        while self._ledger.waiting and self._store.is_open:
-            for wish in self._wishes.values():
-                if (taken := wish.taken) > wish.entered:
-                    self._ledger.filled(wish.number, taken - wish.entered)
-                    wish.entered = taken
-            verdict = self._ledger.next_verdict(available_bytes())
-            if verdict is None:
+        if not self._store.is_open:
+            return
+        for wish in [each for each in self._wishes.values() if each.queued and not each.granted]:
+            # Before `available_bytes`: what is taken in between then counts twice, not never.
+            promised = sum(each.size - each.taken for each in self._wishes.values() if each.granted)
+            left = available_bytes() - promised
+            if left <= wish.size < left + sum(self._freeing.values()):
                 return
-            wish = self._wishes[verdict.number]
-            if verdict.granted:
+            if left > wish.size:
+                wish.granted = True
                 self._pools.start(Call(Kind.ATTACH, partial(wish.make, self._store), partial(self._made, wish)))
                 continue
             error = SegmentError(
                 f"staging: not enough memory for another engine: staging={size_text(wish.config.staging)} "
                 f"control={whole_mib(wish.control_bytes)} engine={wish.engine.engine_id!r} "
-                f"available={whole_mib(verdict.available_bytes)}"
+                f"available={whole_mib(max(0, left))}"
             )
             self._end(wish, error)
 
@@ -181,7 +185,7 @@ class Reservations:
 
     def _end(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
         del self._wishes[wish.number]
-        self._ledger.ended(wish.number)
+        self._freeing.pop(wish.number, None)
         self._done.append(Reserved(wish.number, result))
         if wish.device is not None:
             self._drop(wish.device)
@@ -192,7 +196,7 @@ class Reservations:
             self._pools.start(Call(Kind.SLAB, device.close, _raised))
 
     def _freed(self, number: int, error: BaseException | None) -> None:
-        self._ledger.ended(number)
+        del self._freeing[number]
         self.carry_on()
         _raised(error)
 

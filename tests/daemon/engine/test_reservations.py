@@ -187,6 +187,26 @@ def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk,
     free(desk, second)
 
 
+def test_a_reservation_that_waits_for_a_release_is_not_overtaken(desk: Desk, machine: Machine) -> None:
+    machine.total = EACH * 5 // 2
+    machine.gate.clear()
+    desk.all.want(1, CONFIG, ENGINE)
+    desk.all.withdraw(1)
+    desk.all.want(2, CONFIG.model_copy(update={"staging": 32 << 20}), ENGINE)
+    desk.all.want(3, CONFIG, ENGINE)
+    machine.gate.set()
+    withdrawn, refused, second = desk.next(), desk.next(), desk.next()
+    assert (withdrawn.number, refused.number, second.number) == (1, 3, 2)
+    assert isinstance(refused.memory, SegmentError), "there was room for it while the second one waited"
+    free(desk, second)
+
+
+def test_the_last_byte_is_not_handed_out(desk: Desk, machine: Machine) -> None:
+    machine.total = EACH
+    desk.all.want(1, CONFIG, ENGINE)
+    assert isinstance(desk.next().memory, SegmentError)
+
+
 def test_memory_that_the_store_refuses_is_given_back(desk: Desk, machine: Machine) -> None:
     """RDMA registers staging, and may not be allowed to lock so much: of two ranks the first is not kept either."""
     desk.store.most = 1
