@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -125,8 +123,11 @@ class Ahead:
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
-        self.blocks = 0  # that announcements fetch, or have fetched, and no request asked for yet
-        self._not_done = self._bytes = 0  # of all known ones: how many, and their digests
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks announcements fetch, or have fetched, and no request asked for yet."""
+        return sum(each.takes for each in self._known.values())
 
     @property
     def count(self) -> int:
@@ -140,16 +141,16 @@ class Ahead:
         new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
         self._known[number] = new
         self._lengths[new.size].add(number)
-        self._count(new)
+        size = sum(len(each.hashes) for each in self._known.values())
         if not new.blocks:
             self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
         elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
             text = f"an engine with several KV groups stages whole prompts: blocks={new.blocks} max={most}"
             self._over(number, "rejected", text)
-        elif self._not_done > MAX_WAITING:
+        elif sum(each.stage is not Stage.DONE for each in self._known.values()) > MAX_WAITING:
             self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
-        elif self._bytes > MAX_BYTES:
-            text = f"too many digests wait for this engine: bytes={self._bytes} max={MAX_BYTES}"
+        elif size > MAX_BYTES:
+            text = f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}"
             self._over(number, "rejected", text)
         else:
             heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
@@ -175,9 +176,8 @@ class Ahead:
                 continue
             self._keys += 1
             self._at_work[FLAG, self._keys] = number
-            with self._changing(each):
-                each.stage, each.planned = Stage.AT_WORK, min(wanted, left)
-                hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
+            each.stage, each.planned = Stage.AT_WORK, min(wanted, left)
+            hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None
@@ -199,9 +199,8 @@ class Ahead:
         if unavailable:
             self._over(number, "rejected", "the store does not answer")
             return
-        with self._changing(each):
-            each.looked_up, each.found = True, blocks
-            each.staged = min(blocks, request.prompt.in_blocks(request.issued))
+        each.looked_up, each.found = True, blocks
+        each.staged = min(blocks, request.prompt.in_blocks(request.issued))
         if not blocks:
             self._over(number, "missing")
         else:
@@ -219,10 +218,9 @@ class Ahead:
             each.no_room = left
         else:
             each.failed = left
-        with self._changing(each):
-            each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
-            each.staged = ready - each.fetched  # others fetched blocks of it meanwhile
-            each.stage = Stage.DONE
+        each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
+        each.staged = ready - each.fetched  # others fetched blocks of it meanwhile
+        each.stage = Stage.DONE
         self._outcomes.append((number, each.outcome("completed")))
 
     def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
@@ -278,20 +276,8 @@ class Ahead:
         """The caller could not pass it on: return it first, next time."""
         self._outcomes.appendleft((number, outcome))
 
-    @contextmanager
-    def _changing(self, each: _Announcement) -> Iterator[None]:
-        self._count(each, -1)
-        yield
-        self._count(each)
-
-    def _count(self, each: _Announcement, times: int = 1) -> None:
-        self.blocks += times * each.takes
-        self._bytes += times * len(each.hashes)
-        self._not_done += times * (each.stage is not Stage.DONE)
-
     def _over(self, number: int, outcome: str, reason: str = "", *, useful: bool = False) -> None:
         each = self._known.pop(number)
-        self._count(each, -1)
         self._lengths[each.size].discard(number)
         if not self._lengths[each.size]:
             del self._lengths[each.size]
