@@ -1,11 +1,10 @@
-"""The fetches of one epoch, and who hears how one ended. Everything here runs on the main loop."""
+"""The fetches of one epoch, and what their ends say of the link. Everything here runs on the main loop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
 
 from ..planning.requests import Failure, Key, Order
 from ..planning.runs import Lane
@@ -20,20 +19,8 @@ from .reasons import failure
 _LANES = tuple(lane.name.lower() for lane in Lane)
 
 
-class Fetched(NamedTuple):
-    """The end of a fetch: what became of each block of its order. `good`: blocks that arrived."""
-
-    order: Order
-    outcome: Sequence[ErrorClass]
-    arrived: Sequence[bool]
-    good: int
-    good_bytes: int
-    asked_ns: int
-    now_ns: int
-
-
 class Fetches:
-    """Starts fetches, and hands the end of each to its receivers."""
+    """Starts fetches, and takes their ends."""
 
     def __init__(self, parts: EpochParts, caller: Caller) -> None:
         self._parts, self._services, self._caller = parts, parts.services, caller
@@ -64,51 +51,36 @@ class Fetches:
         if get.dropped and not get.begun:  # no failure, nor a time of a fetch
             self._parts.planner.fetched(order.number, arrived, now)
             return
-        good_bytes = good * self._parts.memory.block_bytes
-        fetched = Fetched(order, outcome, arrived, good, good_bytes, asked_ns, now)
-        for receive in (self._count, self._remember, self._plan, self._pace):
-            receive(fetched)
+        moved, duration_ns = good * self._parts.memory.block_bytes, now - asked_ns
+        self._count(order, outcome, good, moved, duration_ns)
+        bad = self._parts.bad_values
+        bad.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
+        for digest, each in zip(order.digests, outcome, strict=True) if good < len(outcome) else ():
+            if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT):
+                bad.add(digest, now, asked_ns=asked_ns)
+        failed = None if good == len(outcome) else failure(outcome, self._services.store.aside)
+        self._parts.planner.fetched(order.number, arrived, now, failed)
+        pools = self._services.pools
+        pools.link_share.loaded(moved)
+        meter = pools.rates.fetches[order.lane]
+        meter.add(moved)
+        pools.sizes[order.lane].fetched(moved, duration_ns, meter.total(now))
 
-    def _count(self, fetched: Fetched) -> None:
-        order, outcome, _, good, good_bytes, asked_ns, now_ns = fetched
+    def _count(self, order: Order, outcome: Sequence[ErrorClass], good: int, moved: int, duration_ns: int) -> None:
+        """Count the blocks of a fetch: those that are `good`, of so many bytes, and the others."""
         log, counters, lane = self._parts.log, self._parts.counters, _LANES[order.lane]
         if threshold.debug:  # a line that is dropped would cost as much as the planner
-            duration_ms = round((now_ns - asked_ns) / 1e6, 3)
-            log.debug("fetch.done", blocks=len(outcome), good_blocks=good, bytes=good_bytes, duration_ms=duration_ms)
-        counters.observe("fetch_seconds", (now_ns - asked_ns) / 1e9, lane)
+            duration_ms = round(duration_ns / 1e6, 3)
+            log.debug("fetch.done", blocks=len(outcome), good_blocks=good, bytes=moved, duration_ms=duration_ms)
+        counters.observe("fetch_seconds", duration_ns / 1e9, lane)
         counters.fetched_blocks += good
-        counters.add("fetched_bytes", good_bytes, lane)
+        counters.add("fetched_bytes", moved, lane)
         if good < len(outcome):
             counters.add("failed_blocks", len(outcome) - good, lane)
             if corrupt := outcome.count(ErrorClass.CORRUPT):
                 log.warning("store.corrupt", blocks=corrupt)
             if lost := outcome.count(ErrorClass.UNDER_WAY):
                 log.warning("slots.lost", call="fetch", blocks=lost)
-
-    def _remember(self, fetched: Fetched) -> None:
-        """Remember which values are bad."""
-        bad, digests, outcome = self._parts.bad_values, fetched.order.digests, fetched.outcome
-        if fetched.good == len(outcome):
-            bad.forget(digests)
-            return
-        bad.forget(list(compress(digests, fetched.arrived)))
-        for digest, each in zip(digests, outcome, strict=True):
-            if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT):
-                bad.add(digest, fetched.now_ns, asked_ns=fetched.asked_ns)
-
-    def _plan(self, fetched: Fetched) -> None:
-        whole = fetched.good == len(fetched.outcome)
-        failed = None if whole else failure(fetched.outcome, self._services.store.aside)
-        self._parts.planner.fetched(fetched.order.number, fetched.arrived, fetched.now_ns, failed)
-
-    def _pace(self, fetched: Fetched) -> None:
-        """Measure the link."""
-        order, _, _, _, good_bytes, asked_ns, now_ns = fetched
-        pools, lane = self._services.pools, order.lane
-        pools.link_share.loaded(good_bytes)
-        meter = pools.rates.fetches[lane]
-        meter.add(good_bytes)
-        pools.sizes[lane].fetched(good_bytes, now_ns - asked_ns, meter.total(now_ns))
 
     def _overdue(self, order: Order, get: Get, asked_ns: int) -> None:
         now = self._services.clock_ns()
