@@ -6,8 +6,10 @@ Everything here runs on the main loop, but `Call.run`.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shmring.errors import SegmentCorrupt
@@ -77,7 +79,8 @@ class Call:
     """One blocking call. `run` runs on a thread; what it returned, or raised, goes to `on_result` on the main loop.
 
     `on_overdue` comes before that, once, when the call is past its deadline; a call without it has no deadline.
-    `caller`: None stands for the daemon itself.
+    `caller`: None stands for the daemon itself.  The pool sets the rest.  `take` is true once: for the thread that runs
+    the call, or for its refusal.
     """
 
     kind: Kind
@@ -85,6 +88,16 @@ class Call:
     on_result: Callable[[Any], None]
     on_overdue: Callable[[], None] | None = None
     caller: Caller | None = None
+    started_ns: int = field(default=0, init=False)
+    stuck: bool = field(default=False, init=False)
+    done: bool = field(default=False, init=False)
+    result: Any = field(default=None, init=False)  # what `run` returned, or the exception that it raised
+
+    def __post_init__(self) -> None:
+        self.take = partial(threading.Lock().acquire, blocking=False)
+
+    def runs_longer(self, than_ns: int, now_ns: int) -> bool:
+        return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.done
 
     def start(self) -> None:
         """Count it with its caller."""

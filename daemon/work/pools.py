@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 from ..planning.runs import Lane
 from .call_size import CallSize
@@ -43,21 +42,6 @@ _REPORTED = {
 _OF_THE_STORE = (Kind.LOOK_UP, *FETCHES, Kind.SAVE)
 
 
-class _Job:
-    """A call that a pool took. `take` is true once: for the thread that runs it, or for its refusal."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.take = partial(threading.Lock().acquire, blocking=False)
-        self.started_ns = 0
-        self.stuck = False
-        self.done = False
-        self.result: Any = None  # what the call returned, or the exception that it raised
-
-    def runs_longer(self, than_ns: int, now_ns: int) -> bool:
-        return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.done
-
-
 class Pool:
     """Up to `size` threads for calls of one kind, started when needed; calls begin in the order they were handed in."""
 
@@ -71,67 +55,66 @@ class Pool:
     ) -> None:
         self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
         self._meter = meter if meter is not None else Meter("")
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._jobs: dict[_Job, None] = {}  # handed in and not returned; the main loop's
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: dict[Call, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0
         self.stuck = 0
 
     @property
     def calls(self) -> int:
         """Handed in and not returned."""
-        return len(self._jobs)
+        return len(self._calls)
 
     @property
     def in_flight(self) -> int:
         """Those of them that are not past their deadline."""
-        return len(self._jobs) - self.stuck
+        return len(self._calls) - self.stuck
 
     def crowd(self, caller: Caller | None) -> int:
         """Count the calls in this caller's way: not those past their deadline, nor slow ones of others."""
         now = self._clock_ns()
         return sum(
-            not job.stuck and (job.call.caller is caller or not job.runs_longer(SLOW_NS, now)) for job in self._jobs
+            not call.stuck and (call.caller is caller or not call.runs_longer(SLOW_NS, now)) for call in self._calls
         )
 
     def exhausted(self, caller: Caller | None) -> bool:
         """Whether so many calls hang, one of this caller's among them, that no other is started for it."""
-        return self.stuck >= MAX_STUCK and any(job.stuck and job.call.caller is caller for job in self._jobs)
+        return self.stuck >= MAX_STUCK and any(call.stuck and call.caller is caller for call in self._calls)
 
     def oldest_ns(self) -> int | None:
         """Return when the oldest call that runs now began; None when none does. Any thread may call."""
-        running = [job.started_ns for job in list(self._jobs) if job.started_ns and not job.done]
+        running = [call.started_ns for call in list(self._calls) if call.started_ns and not call.done]
         return min(running, default=None)
 
     def submit(self, call: Call) -> None:
-        job = _Job(call)
-        self._jobs[job] = None
+        self._calls[call] = None
         self._meter.began(self._clock_ns())
         call.start()
         if call.on_overdue is not None and self.exhausted(call.caller):
-            self._announce(partial(self._refuse, job))
+            self._announce(partial(self._refuse, call))
             return
-        self._queue.put(job)
+        self._queue.put(call)
         self._start_threads()
 
     def tick(self, now_ns: int, timeout_ns: int) -> None:
         """Give up the calls that run longer than `timeout_ns`, and those that may not start."""
-        timed = [job for job in self._jobs if job.call.on_overdue is not None]
-        for job in timed:
-            if not job.stuck and job.runs_longer(timeout_ns, now_ns):
-                job.stuck = True
+        timed = [call for call in self._calls if call.on_overdue is not None]
+        for call in timed:
+            if not call.stuck and call.runs_longer(timeout_ns, now_ns):
+                call.stuck = True
                 self.stuck += 1
                 self._meter.ended(now_ns)
-                job.call.give_up()
-        for job in timed:
-            if self.exhausted(job.call.caller) and job.take():  # not started
-                self._refuse(job)
+                call.give_up()
+        for call in timed:
+            if self.exhausted(call.caller) and call.take():  # not started
+                self._refuse(call)
         self._start_threads()
 
-    def _refuse(self, job: _Job) -> None:
-        if job in self._jobs:
-            del self._jobs[job]
+    def _refuse(self, call: Call) -> None:
+        if call in self._calls:
+            del self._calls[call]
             self._meter.ended(self._clock_ns())
-            job.call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
+            call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
 
     def close(self) -> None:
         """No new calls; the threads end as their calls do."""
@@ -141,7 +124,7 @@ class Pool:
     def _start_threads(self) -> None:
         """Have as many threads as calls, up to `size`; calls that hang or are slow, and their threads, do not count."""
         slow = self._slow()
-        while self._threads - slow < min(self._size, len(self._jobs) - slow):
+        while self._threads - slow < min(self._size, len(self._calls) - slow):
             name = f"{self._kind.value}-{self._threads + 1}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
@@ -152,35 +135,35 @@ class Pool:
 
     def _slow(self) -> int:
         now = self._clock_ns()
-        return sum(job.stuck or job.runs_longer(SLOW_NS, now) for job in self._jobs)
+        return sum(call.stuck or call.runs_longer(SLOW_NS, now) for call in self._calls)
 
     def _work(self) -> None:
         if self._kind in FETCHES:
             # A get of Mooncake's spins while it waits; Mooncake's own threads, which carry the transfer, come first.
             with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FETCH_NICE)
-        while (job := self._queue.get()) is not None:
-            if not job.take():
+        while (call := self._queue.get()) is not None:
+            if not call.take():
                 continue
-            job.started_ns = self._clock_ns()
+            call.started_ns = self._clock_ns()
             try:
-                job.result = job.call.run()
+                call.result = call.run()
             except BaseException as error:  # handed to the main loop, whatever it is
-                job.result = error
-            job.done = True
-            self._announce(partial(self._returned, job))
-            del job
+                call.result = error
+            call.done = True
+            self._announce(partial(self._returned, call))
+            del call
 
-    def _returned(self, job: _Job) -> None:
+    def _returned(self, call: Call) -> None:
         """On the main loop."""
-        del self._jobs[job]
-        self.stuck -= job.stuck
-        if not job.stuck:
+        del self._calls[call]
+        self.stuck -= call.stuck
+        if not call.stuck:
             self._meter.ended(self._clock_ns())
         if self._threads - self._slow() > self._size:
             self._threads -= 1
             self._queue.put(None)  # one thread too many: any of them may go
-        job.call.finish(job.result)
+        call.finish(call.result)
 
 
 class Pools:
