@@ -120,7 +120,9 @@ class Ahead:
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
         self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
         self._at_work: dict[Key, int] = {}
-        self._outcomes: deque[tuple[int, Outcome]] = deque()
+        self.outcomes: deque[tuple[int, Outcome]] = (
+            deque()
+        )  # what became of announcements, by number, for their callers
         self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
 
@@ -206,7 +208,7 @@ class Ahead:
         else:
             clipped = each.planned < each.blocks
             bound = f"blocks={each.blocks} max={each.planned}" if clipped else ""
-            self._outcomes.append((number, each.outcome("clipped" if clipped else "accepted", bound)))
+            self.outcomes.append((number, each.outcome("clipped" if clipped else "accepted", bound)))
 
     def ended(self, request: Request) -> None:
         """Its blocks are staged, as far as they came."""
@@ -221,7 +223,7 @@ class Ahead:
         each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
         each.staged = ready - each.fetched  # others fetched blocks of it meanwhile
         each.stage = Stage.DONE
-        self._outcomes.append((number, each.outcome("completed")))
+        self.outcomes.append((number, each.outcome("completed")))
 
     def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
         """A request with these digests, joined, was hinted: return the longest announcement that it had.
@@ -263,19 +265,6 @@ class Ahead:
         self.stop("its weights changed")
         self._at_work.clear()
 
-    @property
-    def untold(self) -> int:
-        """Return how many outcomes `next_outcome` has."""
-        return len(self._outcomes)
-
-    def next_outcome(self) -> tuple[int, Outcome] | None:
-        """Return what became of an announcement, by its number; None: there is no more to say now."""
-        return self._outcomes.popleft() if self._outcomes else None
-
-    def say_again(self, number: int, outcome: Outcome) -> None:
-        """The caller could not pass it on: return it first, next time."""
-        self._outcomes.appendleft((number, outcome))
-
     def _over(self, number: int, outcome: str, reason: str = "", *, useful: bool = False) -> None:
         each = self._known.pop(number)
         self._lengths[each.size].discard(number)
@@ -283,4 +272,4 @@ class Ahead:
             del self._lengths[each.size]
         if each.fetched and outcome in ("used", "late", "expired"):
             self._useful.append(useful)
-        self._outcomes.append((number, each.outcome(outcome, reason)))
+        self.outcomes.append((number, each.outcome(outcome, reason)))

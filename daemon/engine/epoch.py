@@ -144,7 +144,7 @@ class Epoch(Caller):
         self.closing = True
         self._ended_ns = self._services.clock_ns()
         self.parts.ahead.stop("the engine is gone")
-        self._calls.reply(self.parts.ahead.untold)
+        self._calls.reply(len(self.parts.ahead.outcomes))
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:

@@ -226,13 +226,12 @@ class EpochCalls:
     def reply(self, most: int = REPLIES) -> None:
         """Say what became of announcements, and write a line about each one that is over."""
         parts, self.owes = self._parts, False
-        for _ in range(most):
-            if (told := parts.ahead.next_outcome()) is None:
-                return
-            number, outcome = told
+        outcomes = parts.ahead.outcomes
+        for _ in range(min(most, len(outcomes))):
+            number, outcome = outcomes.popleft()
             order, reply = self._replies[number]
             if reply(outcome):
-                parts.ahead.say_again(number, outcome)
+                outcomes.appendleft((number, outcome))
                 return
             if not outcome.last:
                 continue
@@ -244,7 +243,7 @@ class EpochCalls:
                     parts.counters.add("announced_blocks", count, result)
                 blocks = {f"{result}_blocks": count for result, count in counts.items()}
                 parts.log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
-        self.owes = parts.ahead.untold > 0
+        self.owes = bool(outcomes)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -112,9 +112,6 @@ class LookUps:
         self._flight: Batch | None = None
         self.kept_blocks = 0  # that the store has been asked for, and no request wants yet
 
-    def __len__(self) -> int:
-        return len(self._waiting) + (len(self._flight.questions) if self._flight is not None else 0)
-
     @property
     def queued(self) -> int:
         """Entries of the queue: outdated ones of requests that were asked for count too."""

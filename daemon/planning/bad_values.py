@@ -41,6 +41,3 @@ class BadValues:
         """Forget all: the engine's blocks have other keys."""
         self._until.clear()
         self._cleared_ns = now_ns
-
-    def __len__(self) -> int:
-        return len(self._until)

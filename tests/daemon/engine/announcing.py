@@ -56,8 +56,8 @@ class Setup:
             request = self.flags.ended.pop(0)
             self.planner.finish(request.key)
             self.ahead.ended(request)
-        while (told := self.ahead.next_outcome()) is not None:
-            number, outcome = told
+        while self.ahead.outcomes:
+            number, outcome = self.ahead.outcomes.popleft()
             assert outcome.number == number
             self.told.append((self.names[number], outcome))
 

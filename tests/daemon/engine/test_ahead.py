@@ -188,8 +188,7 @@ def test_several_kv_groups_stage_whole_prompts_alone() -> None:
     ahead = Ahead(Groups((Group(Kind.FULL, 1), Group(Kind.STATE, 1)), 1), 4)
     for number, (name, most) in enumerate((("abcde", 9), ("abc", 2), ("abc", 9), ("de", 9))):
         ahead.add(number, announced(number, name, most_blocks=most), joined(name), 0)
-    refused = [ahead.next_outcome() for _ in range(2)]
-    assert [each[1].reason.rpartition(": ")[2] for each in refused if each] == ["blocks=5 max=4", "blocks=3 max=2"]
+    assert [each.reason.rpartition(": ")[2] for _, each in ahead.outcomes] == ["blocks=5 max=4", "blocks=3 max=2"]
     wanted = ahead.next_wanted(0)
     assert wanted is not None
     assert wanted.blocks == 3
@@ -280,11 +279,11 @@ def test_the_digests_that_wait_are_bounded() -> None:
     order = announced(0, "a").model_copy(update={"hashes": size})
     for number in range(3):
         ahead.add(number, order, bytes(size * order.hash_bytes), 0)
-    assert (told := ahead.next_outcome()) is not None
-    assert (told[0], told[1].outcome, f"max={MAX_BYTES}" in told[1].reason) == (2, "rejected", True)
+    number, told = ahead.outcomes.popleft()
+    assert (number, told.outcome, f"max={MAX_BYTES}" in told.reason) == (2, "rejected", True)
     assert ahead.next_wanted(0) is not None
     ahead.add(3, order, bytes(size * order.hash_bytes), 0)
-    assert ahead.next_outcome() is None, "what is planned does not wait"
+    assert not ahead.outcomes, "what is planned does not wait"
 
 
 @pytest.mark.parametrize("moment", ["asked", "looked up", "in flight"])

@@ -71,7 +71,6 @@ def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> N
         engine.hint([bytes([flag]) * 32], key=(flag, 1))
     for _ in range(100):
         engine.ask((1, 1))
-    assert len(epoch.parts.look_ups) == 2
     assert epoch.parts.look_ups.queued == 2
 
 

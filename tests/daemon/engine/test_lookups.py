@@ -38,7 +38,6 @@ def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked
     assert len(setup.sent[1].questions) == 48
     setup.answer()
     assert len(setup.answers) == 49
-    assert len(setup.look_ups) == 0
 
 
 def test_a_question_is_bounded() -> None:
