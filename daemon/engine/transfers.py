@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, compress, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...kv.keys import name_of, whole_prefix
 from ...shmring.wire.attach import WorkerInfo
@@ -21,6 +21,7 @@ from ..store.errors import ErrorClass, StoreUnavailable
 from ..store.storage_nodes import Get
 from .staging import HostStaging
 
+_T = TypeVar("_T")
 RETRY_S = 0.02  # a replica being written or busy is usually there by then
 _SOON = (ErrorClass.RETRY, ErrorClass.LOOKUP_AGAIN)
 # After these a put is tried again.
@@ -117,12 +118,14 @@ class RankLayout:
         """Return the key of the block's first shard."""
         return self.prefixes[name[-1]][0] + name[:-1].hex()
 
+    def by_block(self, names: Sequence[bytes], parts: Iterable[_T]) -> Iterator[list[_T]]:
+        """Yield for each block what is said of each of its `keys`."""
+        rest = iter(parts)
+        return (list(islice(rest, len(self.of_block(name)))) for name in names)
+
     def joined(self, names: Sequence[bytes], parts: Sequence[bool]) -> bytearray:
         """Return a byte for each block, from a truth for each of its `keys`: whether all are true."""
-        if len(parts) == len(names):
-            return bytearray(parts)
-        rest = iter(parts)
-        return bytearray(all(list(islice(rest, len(self.of_block(name))))) for name in names)
+        return bytearray(parts if len(parts) == len(names) else map(all, self.by_block(names, parts)))
 
     def values(self, blocks: Sequence[tuple[bytes, int]], *, saving: bool = False) -> _Values:
         """Return the values of (name, slot) blocks, in the order of `keys`.
@@ -272,14 +275,8 @@ def fetch(
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
     if _all_ok(results):
         return results[: len(blocks)]
-    parts = iter(results)
-    return [
-        next(
-            (each for each in list(islice(parts, len(layout.of_block(name)))) if each is not ErrorClass.OK),
-            ErrorClass.OK,
-        )
-        for name, _ in blocks
-    ]
+    of_blocks = layout.by_block([name for name, _ in blocks], results)
+    return [next((each for each in some if each is not ErrorClass.OK), ErrorClass.OK) for some in of_blocks]
 
 
 def _all_ok(results: Sequence[ErrorClass]) -> bool:
@@ -317,9 +314,7 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
     again: list[tuple[bytes, int]] = []
     kept: list[tuple[str, int]] = []
     present = failed = 0
-    parts = iter(values.keys)
-    for block in blocks:
-        keys = list(islice(parts, len(layout.of_block(block[0]))))
+    for block, keys in zip(blocks, layout.by_block([name for name, _ in blocks], values.keys), strict=True):
         results = {written.get(key) for key in keys}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
             kept.append((keys[0], block[1]))
@@ -334,14 +329,9 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
     lost = outcome.count(ErrorClass.UNDER_WAY)
     result = SaveResult(len(stored), present, failed, again, digests=stored, lost=lost)
     if locate:
-        for (_, slot), medium in zip(kept, _media(store, [key for key, _ in kept]), strict=True):
+        media: Sequence[Medium | None] = [None] * len(kept)  # if the store cannot say: they were just put
+        with contextlib.suppress(StoreUnavailable):
+            media = store.media([key for key, _ in kept])
+        for (_, slot), medium in zip(kept, media, strict=True):
             (result.disk if medium == "disk" else result.memory).append(slot)
     return result
-
-
-def _media(store: Store, keys: Sequence[str]) -> Sequence[Medium | None]:
-    """Ask where these values lie. If the store cannot say, they lie in memory, since they were just put."""
-    try:
-        return store.media(keys)
-    except StoreUnavailable:
-        return [None] * len(keys)
