@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import structlog
@@ -65,8 +66,8 @@ class Pools:
         return call
 
 
-class Answering:
-    """A store that would answer."""
+class Answering(SimpleNamespace):
+    """A store that would answer, with these methods."""
 
     answering = True
     aside: frozenset[str] = frozenset()

@@ -43,18 +43,23 @@ def save(daemon: Daemon, engine: FakeEngine, values: dict[bytes, bytes]) -> None
     stored(daemon, before + len(values))
 
 
-def slots_of(engine: FakeEngine, key: Key) -> list[int]:
-    return engine.slots(key)
-
-
 def on_device(engine: FakeEngine, key: Key) -> int:
-    return sum(slot >= engine.layout.slot_count for slot in slots_of(engine, key))
+    return sum(slot >= engine.layout.slot_count for slot in engine.slots(key))
+
+
+def near(daemon: Daemon, engine: FakeEngine, name: str, count: int) -> tuple[Key, dict[bytes, bytes]]:
+    """Save so many blocks and hint a request for them, which is published when this returns."""
+    values = values_of(name, count)
+    save(daemon, engine, values)
+    key = engine.hint(list(values))
+    assert engine.settled(key).count == count
+    return key, values
 
 
 def take(engine: FakeEngine, key: Key, values: dict[bytes, bytes]) -> int:
     """Claim, read from where the table says, release; how many blocks came from the device."""
     assert engine.move(key, FlagState.CLAIMED)
-    slots = slots_of(engine, key)
+    slots = engine.slots(key)
     for rank in range(engine.spec.ranks):
         assert [engine.read(slot, rank) for slot in slots] == list(values.values())
     assert engine.move(key, FlagState.RELEASED)

@@ -206,13 +206,6 @@ def test_a_block_that_a_request_fetched_meanwhile_is_not_fetched_twice() -> None
     setup.planner.finish(key)
 
 
-def test_blocks_on_disk_go_in_their_lane() -> None:
-    setup = Setup(slots=8, held="a", on_disk="xyz", chunk=32)
-    setup.announce("axyz")
-    assert setup.fetch() == ["a", "xyz"]
-    assert setup.last() == ("completed", {"fetched": 4})
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_block_that_does_not_arrive_leaves_its_slot(late: bool) -> None:
     setup = Setup(held="ab")

@@ -17,7 +17,6 @@ from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.wire.attach import Attached, Mapped, Reset, ResetDone
 from kvprefetch.shmring.wire.codec import receive_message, send_message
-from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.conftest import keeps_to_the_catalogue
 from tests.daemon.engine.near import (
     BLOCK,
@@ -26,10 +25,10 @@ from tests.daemon.engine.near import (
     Start,
     daemon_with,
     engine_at,
+    near,
     numbers,
     on_device,
     save,
-    slots_of,
     take,
     values_of,
 )
@@ -104,40 +103,9 @@ def test_requests_that_are_staged_before_the_device_is_ready_are_promoted_when_i
 
 
 @pytest.mark.store
-def test_room_for_two_requests_goes_to_the_two_staged_first_until_they_end(daemon: Daemon, auditor: Auditor) -> None:
-    """A claimed one keeps its slots, and one that was claimed before its turn gets none."""
-    engine = engine_at(daemon)
-    size = DEVICE_SLOTS // 2
-    values = [values_of(f"queue-{i}", size) for i in range(6)]
-    for each in values:
-        save(daemon, engine, each)
-    keys = list[Key]()
-    for i, each in enumerate(values):
-        keys.append(engine.hint(list(each), name=f"request-{i}"))
-        assert engine.settled(keys[-1]).count == size
-
-    eventually(lambda: [on_device(engine, key) for key in keys] == [size] * 2 + [0] * 4, what="two on the device")
-    assert engine.move(keys[0], FlagState.CLAIMED)
-    assert engine.move(keys[2], FlagState.CLAIMED)
-    held = slots_of(engine, keys[0])
-    assert take(engine, keys[1], values[1]) == size
-    eventually(lambda: on_device(engine, keys[3]) == size, what="the next one's promotion")
-    assert [engine.read(slot) for slot in held] == list(values[0].values())
-    for key in (keys[0], keys[2]):
-        assert engine.move(key, FlagState.RELEASED)
-        engine.done(key, loaded=size)
-    loaded = [take(engine, key, each) for key, each in list(zip(keys, values, strict=True))[3:]]
-    assert loaded[0] == size
-    auditor.assert_idle(daemon.pid, daemon.socket)
-
-
-@pytest.mark.store
 def test_after_a_reset_no_old_copy_is_read(daemon: Daemon) -> None:
     engine = engine_at(daemon)
-    old, new = values_of("reset", 4), values_of("reset", 4, content="new weights")
-    save(daemon, engine, old)
-    key = engine.hint(list(old))
-    engine.settled(key)
+    (key, old), new = near(daemon, engine, "reset", 4), values_of("reset", 4, content="new weights")
     eventually(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, old) == 4
     send_message(engine.scheduler, Reset(reset_generation=1, weights="1" * 32))
@@ -158,10 +126,7 @@ def test_a_device_that_fails_while_it_copies_is_left_alone(start: Start, auditor
     daemon = start()
     gpus.plant("cuMemcpyAsync", DEVICE_LOST, pid=daemon.pid)
     engine = engine_at(daemon)
-    values = values_of("host", 4)
-    save(daemon, engine, values)
-    key = engine.hint(list(values))
-    engine.settled(key)
+    key, values = near(daemon, engine, "host", 4)
     error = "memcpyAsync: CUDARuntimeError: cudaErrorUnknown: code 999 of the driver"
     assert [line["error"] for line in eventually(lambda: daemon.records("device.off"))] == [error]
     assert take(engine, key, values) == 0
@@ -177,10 +142,7 @@ def test_host_memory_that_cannot_be_pinned_is_copied_all_the_same(start: Start, 
     daemon = start()
     gpus.plant("cuMemHostRegister_v2", OUT_OF_MEMORY, pid=daemon.pid)
     engine = engine_at(daemon)
-    values = values_of("unpinned", 4)
-    save(daemon, engine, values)
-    key = engine.hint(list(values))
-    engine.settled(key)
+    key, values = near(daemon, engine, "unpinned", 4)
     eventually(lambda: on_device(engine, key) == 4, what="promotion")
     assert take(engine, key, values) == 4
     assert len(daemon.records("device.unpinned")) == 1
@@ -296,12 +258,9 @@ def test_where_a_worker_has_no_device_slots_no_table_names_one(daemon: Daemon) -
 def test_a_slab_stays_with_a_worker_that_outlives_its_epoch(daemon: Daemon) -> None:
     """It may still copy; the daemon keeps nothing of it."""
     engine = engine_at(daemon)
-    values = values_of("outlives", 2)
-    save(daemon, engine, values)
-    key = engine.hint(list(values))
-    engine.settled(key)
+    key, values = near(daemon, engine, "outlives", 2)
     eventually(lambda: on_device(engine, key) == 2, what="promotion")
-    slots = slots_of(engine, key)
+    slots = engine.slots(key)
     before = len(daemon.records("engine.detached"))
     for sock in engine.sockets:  # the epoch is over
         sock.close()
@@ -311,16 +270,3 @@ def test_a_slab_stays_with_a_worker_that_outlives_its_epoch(daemon: Daemon) -> N
     assert machine().memories() == 1
     engine.close()
     eventually(lambda: machine().left() == {}, what=lambda: machine().left())
-
-
-@pytest.mark.store
-def test_attaching_again_and_again_leaves_no_device_memory_behind(daemon: Daemon, auditor: Auditor) -> None:
-    values = values_of("again", 2)
-    for turn in range(20):
-        engine = engine_at(daemon)
-        if turn == 0:
-            save(daemon, engine, values)
-        assert engine.load(list(values)) == list(values.values())
-        engine.close()
-    eventually(lambda: machine().memories() == 0, what="the memory given back")
-    auditor.assert_idle(daemon.pid, daemon.socket)

@@ -84,14 +84,6 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     assert epoch.channel.orphans() == set()
 
 
-def test_an_engine_has_no_more_requests_than_flags(engine: Engine) -> None:
-    """One that uses a flag again before it was given back would fill the daemon's memory."""
-    for generation in range(1, 11):
-        engine.hint([bytes(32)], key=(0, generation), pages=[generation])
-    assert list(engine.epoch.planner.requests) == [(0, 1)]
-    assert engine.epoch.counters["bad_records"] == 9
-
-
 def test_a_flag_used_again_too_early_leaves_its_request_the_slot_table() -> None:
     """Else what arrives for the first request would be written behind the end of the second one's table."""
     epoch = make_epoch(max_blocks=300)

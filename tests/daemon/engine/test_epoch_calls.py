@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,17 @@ from kvprefetch.shmring.wire.admin import Outcome
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, announced, block, digest, later_weights, make_epoch
+from tests.daemon.engine.epochs import (
+    SECOND_NS,
+    Answering,
+    Engine,
+    Pools,
+    announced,
+    block,
+    digest,
+    later_weights,
+    make_epoch,
+)
 from tests.support.telemetry import sample
 
 BLOCK_BYTES = 4096
@@ -233,10 +242,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
         asked.extend(keys)
         return ["disk"] * len(keys)
 
-    store = SimpleNamespace(
-        answering=True,
-        aside=frozenset(),
-        keeps=False,
+    store = Answering(
         exist=lambda keys: [False] * len(keys),
         media=media,
         put_from=lambda keys, *_: [OK] * len(keys),
@@ -256,10 +262,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
 def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> None:
     """Whatever is under way: a put, a fetch and a look-up go on with the keys that they began with."""
     asked: list[str] = []
-    store = SimpleNamespace(
-        answering=True,
-        aside=frozenset(),
-        keeps=False,
+    store = Answering(
         exist=lambda keys: asked.extend(keys) or [False] * len(keys),
         put_from=lambda keys, *_: asked.extend(keys) or [OK] * len(keys),
     )
@@ -286,7 +289,7 @@ def test_a_reset_is_answered_at_once_and_no_later_call_names_an_older_key() -> N
 
 def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> None:
     suspected: list[str] = []
-    setup = Setup(SimpleNamespace(answering=True, aside=frozenset(), keeps=False, suspect=suspected.append))
+    setup = Setup(Answering(suspect=suspected.append))
     setup.want((0, 1), "a")
     [call] = setup.calls
     call.give_up()

@@ -23,7 +23,7 @@ from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.flags import Flag
 from kvprefetch.shmring.wire.attach import WorkerInfo
 from kvprefetch.shmring.wire.records import FlagState, Hint, ProtocolError, RecordKind, Saved, encode_saved
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, announced, digest, give_back, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, give_back, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 from tests.support.engine_side import BLOCK_TOKENS
 
@@ -242,15 +242,6 @@ def test_a_lease_that_was_lost_shortens_the_prefix(setup: Setup) -> None:
     assert setup.flag(key) == Flag(1, FlagState.READY, 1)
 
 
-def test_a_reset_ends_it(setup: Setup) -> None:
-    key = setup.hinted(0, "a", "b")
-    setup.answered([1, 1, 1, 1])
-    setup.fetched(OK, OK, OK)
-    setup.epoch.reset(later_weights())
-    assert setup.flag(key).state == FlagState.EXPIRED
-    assert not setup.epoch.planner.requests
-
-
 def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup) -> None:
 
     slots = setup.credits.take(1)
@@ -323,19 +314,3 @@ def test_a_look_up_of_before_a_reset_ends_after_a_fetch_that_failed(setup: Setup
     setup.done(cancelled)
     assert setup.epoch.corrupt is None
     assert not setup.epoch.planner.requests
-
-
-def test_an_announced_prompt_is_staged_whole_and_no_request_holds_it(setup: Setup) -> None:
-    answers: list[Any] = []
-    setup.names = [digest(name) + bytes([group]) for group in (1, 0) for name in "abc"]
-    setup.epoch.announce(announced("abc"), b"".join(map(digest, "abc")), answers.append)
-    setup.answered([1, 1, 0, 1, 1, 1])
-    assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
-    setup.pools.end([OK, OK, OK])
-    assert [(each.outcome, each.started, each.fetched, each.absent) for each in answers] == [
-        ("accepted", 2, 0, 1),
-        ("completed", 2, 2, 1),
-    ]
-    assert setup.epoch.planner.gauges()["slots_idle"] == 3
-    key = setup.hinted(0, "a", "b")
-    assert setup.flag(key) == Flag(1, FlagState.READY, 2), "what is staged needs no question"

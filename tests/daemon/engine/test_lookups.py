@@ -40,14 +40,6 @@ def test_hints_that_come_while_a_question_is_out_are_one_question_more_the_asked
     assert len(setup.answers) == 49
 
 
-def test_a_question_is_bounded() -> None:
-    setup = Setup()
-    for number in range(40):
-        setup.hint(number, *[f"{number}-{i}" for i in range(256)])
-    setup.ask(0)
-    assert sum(len(question.digests) for question in setup.sent[0].questions) == BATCH_DIGESTS
-
-
 def test_the_keys_of_a_question_are_bounded_whatever_the_shards_of_a_block() -> None:
     """A question of 520,000 keys takes seconds, and the next one of every engine waits for it."""
     setup = Setup(shards=128)
@@ -211,16 +203,3 @@ def test_what_is_staged_needs_no_question() -> None:
     shared = setup.hint(2, "a", "b")
     assert setup.answers[shared] == (1, True)
     assert setup.answers[setup.hint(3, "a")] == (1, False)
-
-
-def test_a_look_up_waits_for_the_one_before_it_no_longer_than_its_time() -> None:
-    setup = Setup()
-    setup.store("a")
-    setup.hint(1, "a")
-    setup.ask(0)
-    second = setup.hint(2, "a")
-    setup.ask(0)
-    assert len(setup.sent) == 1
-    assert second not in setup.answers
-    setup.tick(4 * SECOND)
-    assert setup.answers == {second: (0, True)}

@@ -232,19 +232,6 @@ def test_saves_of_the_new_weights_wait_for_the_put_in_flight_only() -> None:
     assert [notice.memory for notice in setup.notices] == [[], [3]], "older KV is announced to nobody"
 
 
-def test_nothing_of_a_full_store_is_tried_again_after_a_reset() -> None:
-    """Later keys do not name it."""
-    setup = Setup()
-    setup.save(2)
-    setup.reset(1)
-    setup.end(again=True)
-    assert setup.granted == [0, 1]
-    assert setup.notices[-1].lost == [0, 1]
-    setup.now += 10 * PAUSE_NS[1]
-    setup.tick()
-    assert setup.jobs == []
-
-
 def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_again() -> None:
     setup = Setup()
     setup.save(2)
@@ -261,16 +248,18 @@ def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_agai
     assert setup.end() == [0, 1, 2]
 
 
-def test_what_found_no_space_is_not_tried_again_once_saving_is_off() -> None:
-    """The namespace may be another's by then."""
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_found_no_space_is_not_tried_again_once_saving_is_off_or_after_a_reset(reset: bool) -> None:
+    """The namespace may be another's by then, and later keys do not name old weights."""
     setup = Setup()
     setup.save(2)
-    setup.switch(False)
+    setup.reset(1) if reset else setup.switch(False)
     setup.end(again=True)
-    setup.now += PAUSE_NS[1]
+    assert setup.granted == ([0, 1] if reset else [])
+    assert setup.notices[-1].lost == [0, 1]
+    setup.now += 10 * PAUSE_NS[1]
     setup.tick()
     assert setup.jobs == []
-    assert setup.notices[-1].lost == [0, 1]
 
 
 @pytest.mark.parametrize("slots", [[0, 0], [0, 8], [3]])

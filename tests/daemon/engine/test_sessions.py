@@ -155,14 +155,6 @@ def test_what_was_not_staged_is_announced_again_a_few_times(outcome: str, absent
     assert 1 < setup.numbers <= TRIES
 
 
-def test_what_was_staged_whole_is_announced_once() -> None:
-    setup = Setup()
-    setup.learn()
-    setup.first_due_ns()
-    setup.told(Due(b"s", OWN_GAPS + 1, 0, 0), "completed", staged=2, fetched=1)
-    assert setup.due(GAP_NS) is None
-
-
 def test_after_announcements_in_vain_there_is_none_until_the_session_comes_as_expected() -> None:
     setup = Setup()
     setup.learn()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvprefetch.daemon.planning.requests import Key
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import Planner, announced, block, hint, hit, ordered, planned, run
+from tests.daemon.planning.support import announced, block, hint, hit, ordered, planned, run
 
 
 def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
@@ -80,36 +80,6 @@ def test_blocks_that_are_announced_make_room_last_and_the_prompt_that_came_last_
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
-
-
-def wasted_after(planner: Planner, number: int, *names: str) -> list[int]:
-    """Fetch these blocks, which takes as much room, and return the planner's count of waste."""
-    hit(planner, number, *names)
-    run(planner)
-    return planner.blocks.wasted
-
-
-def test_blocks_that_a_load_left_are_waste_once_their_room_is_reused() -> None:
-    planner, _ = planned(4, 4)
-    key = hit(planner, 1, *"abcde", local=1)
-    run(planner)
-    planner.finish(key, range(2, 4))
-    assert planner.blocks.wasted == [0, 0], "they are still there for others"
-    assert wasted_after(planner, 2, "e", "x") == [0, 0], "of the others the last was loaded"
-    assert wasted_after(planner, 3, "y", "z") == [1, 0]
-    planner.finish((2, 1), range(1))
-    for _ in range(2):
-        planner.blocks.waste_rest()
-        assert planner.blocks.wasted == [4, 0], "x, y and z as well, once"
-
-
-def test_blocks_that_an_aborted_request_left_and_another_loaded_are_no_waste() -> None:
-    planner, _ = planned(2, 4)
-    for number, loaded in ((1, range(0)), (2, range(2)), (3, range(0))):
-        key = hit(planner, number, "a", "b")
-        run(planner)
-        planner.finish(key, loaded)
-    assert wasted_after(planner, 4, "c", "d") == [0, 0]
 
 
 def test_blocks_that_were_announced_or_came_too_late_or_are_void_are_waste_of_their_medium() -> None:

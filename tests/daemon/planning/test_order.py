@@ -46,13 +46,6 @@ def served(planner: Planner, *lanes: Lane) -> list[int]:
     return sorted(last, key=lambda number: last[number])
 
 
-def test_few_blocks_overtake_many_that_came_before() -> None:
-    planner, _ = paced()
-    arrive(planner, 1, LONG, 0)
-    arrive(planner, 2, 1, BLOCK_NS)
-    assert served(planner) == [2, 1]
-
-
 @pytest.mark.parametrize(("late_ns", "order"), [(-1, [2, 1]), (1, [1, 2])])
 def test_few_blocks_wait_for_many_that_came_long_before(late_ns: int, order: list[int]) -> None:
     planner, _ = paced()
@@ -119,13 +112,6 @@ def test_a_priority_and_the_schedulers_question_come_before_the_order() -> None:
     assert served(planner) == [4, 3, 2, 1]
 
 
-def test_requests_that_the_scheduler_asked_for_have_the_same_order() -> None:
-    planner, _ = paced()
-    for number, blocks in ((1, LONG), (2, 1), (3, 2)):
-        planner.ask(arrive(planner, number, blocks, 0))
-    assert served(planner) == [2, 3, 1]
-
-
 def test_blocks_on_a_disk_count_by_the_pace_of_the_disk() -> None:
     planner, _ = paced(chunk=1)
     arrive(planner, 1, 3, 0)
@@ -182,11 +168,3 @@ def test_a_long_fetch_ends_although_short_ones_fill_the_link() -> None:
         assert now <= 100 * LONG * BLOCK_NS, "it starves"
     assert now <= (OVERTAKEN + 1) * LONG * BLOCK_NS
     assert now >= (OVERTAKEN - 2) * LONG * BLOCK_NS, "and the short ones do not wait for it"
-
-
-def test_a_long_fetch_is_not_overtaken_by_a_burst_of_any_size() -> None:
-    planner, _ = paced(10_000, chunk=1)
-    arrive(planner, 1, LONG, 0)
-    for number in range(2, 1000):
-        arrive(planner, number, 1, 1)
-    assert served(planner).index(1) <= OVERTAKEN * LONG

@@ -90,19 +90,3 @@ def test_the_times_of_the_first_and_the_last_byte_are_those_of_fetches_for_this_
     hit(planner, 3, "x")
     returned(planner, ordered(planner), ok=False, now_ns=40)
     assert times(3) == (0, 0)
-
-
-def test_a_claimed_request_gets_nothing_more() -> None:
-    """Its prefix stays as it was claimed: no request would load the rest."""
-    planner, flags = planned(8, 1)
-    key = hit(planner, 1, "a", "b", "c")
-    order = ordered(planner)
-    assert planner.gauges()["leases"] == 2
-    flags.claimed.add(key)
-    returned(planner, order)
-    planner.looked_up(key, 3)
-    assert planner.next_order() is None
-    assert planner.gauges()["leases"] == 0
-    planner.looked_up((9, 9), 3)  # one that has ended
-    planner.finish(key)
-    planner.check()

@@ -148,26 +148,6 @@ def test_a_request_taken_back_during_its_look_up_waits_for_the_answer() -> None:
     assert early in flags.final, "as much of it as there are slots"
 
 
-def test_an_earlier_claim_keeps_its_blocks_and_what_it_left_is_fetched_after_it() -> None:
-    """A request is claimed while more is on its way, then unclaimed unused and taken back: all of it is fetched."""
-    planner, flags = planned(4, 2)
-    key = hit(planner, 1, *"abcd", priority=5)
-    returned(planner, ordered(planner))
-    flags.claimed.add(key)
-    run(planner)
-    assert flags.count[key] == 2
-    near = hit(planner, 2, "x")
-    assert run(planner) == []
-    flags.claimed.discard(key)
-    planner.tick()
-    assert run(planner) == [["x"]]
-    assert flags.taken_back == [key]
-    planner.finish(near)
-    run(planner)
-    assert flags.count[key] == 4
-    assert key in flags.final
-
-
 def test_room_that_came_free_without_an_event_is_left_to_the_more_urgent_lane() -> None:
     """An engine gives up a claim in its flag alone; the first lane to look must not take that room."""
     planner, flags = planned(1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import announced, hint, hit, ordered, planned, returned, run, whole
+from tests.daemon.planning.support import announced, hint, hit, ordered, planned, returned, run
 
 
 def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
@@ -21,13 +21,6 @@ def test_what_is_under_way_is_published_and_the_rest_is_not_ordered() -> None:
     assert (flags.count[key], key in flags.final) == (4, True)
     planner.stop(key)
     planner.stop((9, 9))  # one that has ended
-
-
-def test_with_nothing_under_way_it_is_final_at_once() -> None:
-    planner, flags = planned(8, 2)
-    key = hit(planner, 1, *"abcd", local=1)
-    planner.stop(key)
-    assert (flags.count[key], key in flags.final) == (1, True)
 
 
 def test_a_stop_before_the_look_up_answers_holds_afterwards() -> None:
@@ -59,40 +52,6 @@ def test_blocks_that_another_request_wants_come_for_both() -> None:
     assert planner.next_order() is None
     returned(planner, order)
     assert [flags.count[key] for key in both] == [2, 2]
-
-
-def test_a_request_that_ends_after_its_stop_gives_all_back() -> None:
-    planner, _ = planned(8, 2)
-    key = hit(planner, 1, *"abcd")
-    order = ordered(planner)
-    planner.stop(key)
-    planner.finish(key)
-    returned(planner, order)
-    planner.check()
-    assert planner.gauges()["slots_unused"] == 2
-    again = hit(planner, 2, *"abcd")  # as after a preemption: a request of its own, which nobody stopped
-    assert run(planner) == [["c", "d"]]
-    planner.finish(again, range(4))
-
-
-def test_what_is_taken_back_of_a_stopped_request_is_not_fetched_again() -> None:
-    planner, flags = planned(2, 2)
-    key = hit(planner, 1, *"abcd")
-    run(planner)
-    assert flags.count[key] == 2, "served in part"
-    planner, flags = planned(3, 2)
-    key = hit(planner, 1, *"abcd")
-    order = ordered(planner)
-    planner.stop(key)
-    returned(planner, order)
-    near = hit(planner, 2, *"wxy")
-    planner.ask(near)
-    assert run(planner)[-1][-1] == "y"
-    assert flags.taken_back == [key]
-    assert (flags.count[key], key in flags.final) == (0, True)
-    planner.finish(near)
-    assert planner.next_order() is None
-    planner.check()
 
 
 def test_an_order_that_is_dropped_ends_the_prefix_before_it_and_its_slots_come_back_with_its_call() -> None:
@@ -161,16 +120,3 @@ def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> N
     planner.stop(head)
     assert head in flags.final
     assert planner.wants(lane) or behind in flags.final
-
-
-def test_a_stopped_request_of_several_groups_shows_nothing() -> None:
-    """A part of its blocks would be of no use. An engine does not stop it."""
-    planner, flags = planned(8, 2)
-    prompt = whole("abcd")
-    request = planner.hint((1, 1), prompt, 0)
-    while names := prompt.next(9):
-        prompt.found(b"\1" * len(names), b"")
-    planner.choose(request)
-    planner.stop((1, 1))
-    assert flags.count == {(1, 1): 0}
-    assert run(planner) == []

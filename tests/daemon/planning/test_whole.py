@@ -10,10 +10,9 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import GIVE_UP_SLICES, SLICE, Choice, Prompt
-from tests.daemon.planning.support import SHAPES, Planner, planned, returned
+from tests.daemon.planning.support import SHAPES
 from tests.support.kv_groups import layouts
 
 SIZE = 8
@@ -123,40 +122,6 @@ def test_of_a_longer_local_prefix_only_what_the_load_needs_counts_as_loaded(
 def needed_by_any(groups: Groups, prompt: int, local: int = 0, units: int = 9) -> set[bytes]:
     prefixes = range(local + 1, units + 1)
     return {each for n in prefixes for each in needed(groups, prompt, local, n) + proofs(groups, prompt, n)}
-
-
-def stage(planner: Planner, number: int, units: int, prompt: int = 1, local: int = 0) -> None:
-    """Hint, and fetch all."""
-    request = planner.arrives((number, 1), SHAPES[0], hashes(SHAPES[0], prompt, units), range(local, units), 0)
-    planner.ask_store(request)
-    while (order := planner.next_order()) is not None:
-        returned(planner, order)
-
-
-def test_where_a_lane_can_fetch_nothing_more_the_longest_prefix_in_staging_is_taken() -> None:
-    planner, flags = planned(40, 40)
-    planner.stored |= needed_by_any(SHAPES[0], 1)
-    stage(planner, 1, 4)
-    assert flags.count[1, 1] == 4
-    longer = planner.arrives((2, 1), SHAPES[0], hashes(SHAPES[0], 1, 8), range(8), 0)
-    planner.ask_store(longer)
-    assert (2, 1) not in flags.count
-    planner.give_up(Lane.MEMORY)
-    assert flags.count[2, 1] == 4
-
-
-def test_what_is_void_since_a_reset_and_then_loses_its_room_shows_nothing() -> None:
-    planner, flags = planned(8, 8)
-    planner.stored |= needed_by_any(SHAPES[0], 1) | needed_by_any(SHAPES[0], 2)
-    stage(planner, 1, 4, local=1)
-    flags.claimed.add((1, 1))
-    assert planner.reset() == []
-    flags.claimed.clear()
-    other = planner.arrives((2, 1), SHAPES[0], hashes(SHAPES[0], 2, 4), range(4), 0)
-    planner.ask_store(other)
-    planner.ask((2, 1))
-    planner.next_order()
-    assert (flags.count[1, 1], flags.slots[1, 1]) == (1, {})
 
 
 def test_digests_are_those_of_the_blocks_ends() -> None:

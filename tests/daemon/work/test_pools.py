@@ -250,18 +250,6 @@ def test_what_other_engines_fetch_counts_until_it_is_slow_and_the_oldest_call_is
     assert set(calls.results) == {"MEMORY", "DISK"}
 
 
-def test_the_oldest_call_that_runs_is_known_though_others_wait_or_have_ended() -> None:
-    pools = Pools(1, timeout_ns=60_000_000_000, clock_ns=lambda: 5)
-    calls = Calls(pools)
-    calls.start("runs", Kind.SAVE, hang=True)
-    calls.start("waits", Kind.SAVE)
-    eventually(lambda: pools.running() == {"save": 5})
-    calls.release.set()
-    eventually(lambda: pools.running() == {})
-    assert calls.results == {}, "nor are they waited for by the main loop"
-    assert pools.close()
-
-
 def test_a_thread_that_announces_after_the_end_rings_no_other_bell() -> None:
     """Its result may have been taken before it rings; the descriptor's number is another file's by then."""
     pools = Pools(1)

@@ -76,19 +76,14 @@ def test_a_path_well_below_its_hour_is_said_once_a_minute() -> None:
     assert len(link.slow) == 2
 
 
-@pytest.mark.parametrize(("count", "busy_s"), [(1000, 0.02), (1 * MB, 0.9)])
-def test_little_traffic_is_not_called_slow(count: int, busy_s: float) -> None:
+@pytest.mark.parametrize(
+    ("before", "count", "busy_s"), [(6, 1000, 0.02), (6, 1 * MB, 0.9), (6, 0, 2.0), (1, 1 * MB, 5.0)]
+)
+def test_little_traffic_is_not_called_slow_nor_none_nor_the_first(before: int, count: int, busy_s: float) -> None:
     link = Link()
-    for _ in range(6):
+    for _ in range(before):
         link.move(96 * MB, 1.0)
     link.move(count, busy_s)
-    assert link.slow == []
-
-
-def test_a_new_daemon_calls_nothing_slow() -> None:
-    link = Link()
-    link.move(96 * MB, 1.0)
-    link.move(1 * MB, 5.0)
     assert link.slow == []
 
 
@@ -127,16 +122,6 @@ def test_a_call_longer_than_a_slice_counts_when_it_ends() -> None:
     link.wait(5)
     assert link.rates()[0] == pytest.approx(1.2 * MB, rel=0.05)
     assert len(link.slow) == 1
-
-
-def test_calls_that_bring_nothing_say_nothing() -> None:
-    """They failed, or removed keys: other lines say so."""
-    link = Link()
-    for _ in range(3):
-        link.move(96 * MB, 1.0)
-    link.move(0, 2.0)
-    assert link.rates()[0] == 96 * MB
-    assert link.slow == []
 
 
 def test_all_paths_that_had_traffic_are_known_by_window() -> None:
