@@ -73,7 +73,7 @@ class Promoter:
         """Take what a job returned. Returns why the device is off from now on, if it is."""
         if job.order is not None:
             self._copying -= 1
-            self._promotions.copied(job.order.number, ok=not error)
+            self._promotions.copied(job.order, ok=not error)
             return self._end(error) if error else ""
         self._setting_up = False
         if job.kind == "pin":

@@ -21,10 +21,14 @@ class Tables(Protocol):
 
 
 class CopyOrder(NamedTuple):
-    """Blocks to copy in one job, as (host slot, device slot)."""
+    """Blocks to copy in one job: the host slot of each, and its copy."""
 
-    number: int
-    slots: list[tuple[int, int]]
+    copies: Sequence[tuple[int, Copy]]
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """Return (host slot, device slot) of each block."""
+        return [(slot, copy.slot) for slot, copy in self.copies]
 
 
 class Promotions:
@@ -34,8 +38,7 @@ class Promotions:
         self._copies, self._requests, self._tables = copies, requests, tables
         self._chunk_blocks = max(1, chunk_blocks)
         self._queue: dict[Request, int] = {}  # its first block to look at
-        self._orders: dict[int, list[tuple[int, Copy]]] = {}  # under way: each block's host slot and copy
-        self._number = 0
+        self._under_way = 0  # blocks
         self._closed = not copies.slots
 
     def published(self, request: Request, start: int, slots: Sequence[int]) -> Sequence[int]:
@@ -57,11 +60,8 @@ class Promotions:
                 self._queue[request] = stop
                 break
             del self._queue[request]
-        if not order:
-            return None
-        self._number += 1
-        self._orders[self._number] = order
-        return CopyOrder(self._number, [(slot, copy.slot) for slot, copy in order])
+        self._under_way += len(order)
+        return CopyOrder(order) if order else None
 
     def _promote(self, request: Request, start: int, order: list[tuple[int, Copy]]) -> int | None:
         """Have the request name its copies from block `start` on, now or later; return where to go on, if anywhere."""
@@ -85,10 +85,11 @@ class Promotions:
             self._tables.move(request.key, moves)
         return stop
 
-    def copied(self, number: int, *, ok: bool) -> None:
+    def copied(self, order: CopyOrder, *, ok: bool) -> None:
         """An order came back; it succeeds or fails as a whole."""
         moves: dict[Request, list[tuple[int, int]]] = {}
-        for slot, copy in self._orders.pop(number):
+        self._under_way -= len(order.copies)
+        for slot, copy in order.copies:
             if self._copies.end(slot, copy, ok=ok):
                 for request, block in copy.wanted:
                     if self._is_live(request) and block < request.published and request.held[block] == slot:
@@ -111,5 +112,5 @@ class Promotions:
         return {
             "device_slots": len(self._copies.slots),
             "device_slots_free": len(self._copies.free),
-            "device_copies": sum(map(len, self._orders.values())),
+            "device_copies": self._under_way,
         }

@@ -90,7 +90,7 @@ class Rig:
 
     def promote(self) -> None:
         while (order := self.promotions.next_order()) is not None:
-            self.promotions.copied(order.number, ok=True)
+            self.promotions.copied(order, ok=True)
 
     def staged(self, number: int, *names: str) -> Key:
         key = hit(self.planner, number, *names)
@@ -114,7 +114,7 @@ def test_a_request_that_has_other_blocks_by_then_does_not_name_a_copy() -> None:
     order = rig.promotions.next_order()
     assert order is not None
     rig.planner.requests[key].held.reverse()
-    rig.promotions.copied(order.number, ok=True)
+    rig.promotions.copied(order, ok=True)
     assert rig.flags.shows(key) == before
 
 
@@ -187,7 +187,7 @@ class History(Rig):
         order, before = self.under_way.pop(self.chance.randrange(len(self.under_way)))
         for (host, device), (content, uses) in zip(order.slots, before, strict=True):
             self.content[device] = content if ok and uses == self.uses[host] else "torn"
-        self.promotions.copied(order.number, ok=ok)
+        self.promotions.copied(order, ok=ok)
 
     def happens(self, event: str) -> None:
         chance, planner, flags, live = self.chance, self.planner, self.flags, self.live
