@@ -188,9 +188,11 @@ class EpochCalls:
         if not len(sessions):
             return
         free_blocks = parts.planner.blocks.free // len(parts.engine.groups)
-        while parts.mode == "on" and (due := sessions.next_due(now_ns, free_blocks)) is not None:
-            free_blocks = 0  # for the next ones, until it is known how much this one takes
+        while parts.mode == "on":
             number = self._announcements + 1
+            if (due := sessions.next_due(now_ns, free_blocks, number)) is None:
+                return
+            free_blocks = 0  # for the next ones, until it is known how much this one takes
             order = Announce(
                 caller=admin.Caller(uid=0, groups=[]),
                 number=number,
@@ -201,7 +203,6 @@ class EpochCalls:
                 expected_ms=due.expected_ms,
                 ttl_ms=due.ttl_ms,
             )
-            sessions.announced(due, number)
             self.announce(order, b"", partial(self._session_told, due))
 
     def _session_told(self, due: Due, outcome: Outcome) -> None:

@@ -149,8 +149,11 @@ class Sessions:
             each.until_ns = now_ns + UNKNOWN_NS
         self._push(self._leases, now_ns + min(SETTLED_NS, self._renew_ns), each.number, session)
 
-    def next_due(self, now_ns: int, free_blocks: int) -> Due | None:
-        """Return a prompt to announce now. `free_blocks`: as many may be fetched without taking room of others."""
+    def next_due(self, now_ns: int, free_blocks: int, number: int) -> Due | None:
+        """Return a prompt to announce now, under this number.
+
+        `free_blocks`: as many may be fetched without taking room of others.
+        """
         if self._known and now_ns - next(iter(self._known.values())).since_ns > FORGET_NS:
             self._forget_first()
         while (found := self._pop(self._due, now_ns)) is not None:
@@ -163,15 +166,11 @@ class Sessions:
                     self._push(self._due, now_ns + HELD_NS, each.number, session)
                 continue
             each.tries += 1
+            each.open.append(number)
             expected_ms = max(0, each.expected_ns - now_ns) // 1_000_000
             ttl_ms = min(FORGET_NS, max(SETTLED_NS, each.until_ns - now_ns)) // 1_000_000
             return Due(session, each.number, expected_ms, ttl_ms)
         return None
-
-    def announced(self, due: Due, number: int) -> None:
-        """A prompt was announced under this number."""
-        if (each := self._known.get(due.session)) is not None and each.number == due.request:
-            each.open.append(number)
 
     def told(self, due: Due, now_ns: int, outcome: Outcome) -> None:
         """Take what became of a session's announcement: what is not staged of it may be announced again."""

@@ -45,9 +45,8 @@ class Setup:
     def due(self, after_ns: int = 0) -> Due | None:
         """Return what is announced then, under the next number."""
         self.now += after_ns
-        if (due := self.sessions.next_due(self.now, self.free)) is not None:
-            self.numbers += 1
-            self.sessions.announced(due, self.numbers)
+        due = self.sessions.next_due(self.now, self.free, self.numbers + 1)
+        self.numbers += due is not None
         return due
 
     def learn(self, session: str = "s", times: int = OWN_GAPS) -> None:
