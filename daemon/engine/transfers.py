@@ -261,7 +261,7 @@ def fetch(
         results = read(values)
     except StoreUnavailable:
         return [ErrorClass.TRANSIENT] * len(blocks)
-    again = [] if _all_ok(results) else [i for i, each in enumerate(results) if each in _SOON]
+    again = [i for i, each in enumerate(results) if each in _SOON]
     if again and not (get is not None and get.dropped):
         time.sleep(RETRY_S)
         with contextlib.suppress(StoreUnavailable):  # then they stay as they are, and the others are there
@@ -273,14 +273,10 @@ def fetch(
         for first, *others in layout.of_block(name):
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
-    if _all_ok(results):
-        return results[: len(blocks)]
+    if len(results) == len(blocks):
+        return results
     of_blocks = layout.by_block([name for name, _ in blocks], results)
     return [next((each for each in some if each is not ErrorClass.OK), ErrorClass.OK) for some in of_blocks]
-
-
-def _all_ok(results: Sequence[ErrorClass]) -> bool:
-    return results.count(ErrorClass.OK) == len(results)
 
 
 def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:

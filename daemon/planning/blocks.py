@@ -83,10 +83,7 @@ class Blocks:
 
     def missing(self, digests: Sequence[bytes]) -> int:
         """Count the leading digests that are absent and differ from each other."""
-        new = set(digests)
-        if len(new) == len(digests) and self._index.keys().isdisjoint(new):
-            return len(digests)
-        new.clear()
+        new = set[bytes]()
         for digest in digests:
             if digest in self._index or digest in new:
                 break
