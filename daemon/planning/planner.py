@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence, Set
+from itertools import islice
 
 from ...kv.prompts import Choice, Prompt
 from .blocks import Blocks
@@ -24,7 +25,7 @@ from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publicat
 from .runs import BlockState, Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
-NONE = frozenset[int]()
+MAX_TRIES = 64  # requests that an engine may have claimed, tried for one slot
 SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
 AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer for it
 
@@ -42,7 +43,7 @@ class Planner:
         *,
         chunk_blocks: int,
         disk_chunk_blocks: int = 0,
-        lost: Set[int] = NONE,
+        lost: Set[int] = frozenset(),
         device_slots: Sequence[int] = (),
     ) -> None:
         self._flags = flags
@@ -340,9 +341,10 @@ class Planner:
         Only of a request that is less urgent than the taker, and unclaimed.
         """
         urgency = taker.urgency
-        less = [each for each in self._holdings.holders.values() if each.urgency > urgency]
-        less.sort(key=lambda each: each.urgency, reverse=True)
-        request = next((each for each in less if self._gives_back(each, lane)), None)
+        less = [(its, each) for each in self._holdings.holders.values() if (its := each.urgency) > urgency]
+        able = islice((each for _, each in sorted(less, reverse=True) if self._gives_back(each, lane)), MAX_TRIES)
+        # No engine reads the flag of an announced request.
+        request = next((each for each in able if each.announced is not None or self._flags.take_back(each.key)), None)
         if request is None:
             return False
         self._holdings.take_back(request)
@@ -353,11 +355,11 @@ class Planner:
         return True
 
     def _gives_back(self, request: Request, lane: Lane | None) -> bool:
-        """Whether it alone holds a staged block (of this lane), and no engine claimed it. Takes back its flag then."""
+        """Whether it alone holds a staged block (of this lane)."""
         return any(
             run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
             for run in self.blocks.runs(request.held)
-        ) and (request.announced is not None or self._flags.take_back(request.key))  # no engine reads an announced one
+        )
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
         """If no slot will be freed, end a request's prefix at the blocks it has; False if waiting can still help.
