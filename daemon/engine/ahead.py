@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import NamedTuple
 
 from ...kv.groups import Groups
@@ -42,12 +41,6 @@ class Wanted(NamedTuple):
     announced: Announced
 
 
-class Stage(Enum):
-    WAITING = auto()
-    AT_WORK = auto()
-    DONE = auto()  # it waits for its request
-
-
 @dataclass(eq=False)
 class _Announcement:
     """One announcement. `planned`: blocks that it may stage; `found`: of these, the leading ones that there are.
@@ -60,7 +53,7 @@ class _Announcement:
     last: bytes
     announced: Announced
     blocks: int
-    stage: Stage = Stage.WAITING
+    done: bool = False  # it waits for its request
     planned: int = 0
     found: int = 0
     staged: int = 0
@@ -86,7 +79,7 @@ class _Announcement:
     @property
     def takes(self) -> int:
         """Return how many blocks it takes of the room: prompts share most of what is staged already."""
-        if self.stage is Stage.DONE:
+        if self.done:
             return self.fetched
         return self.found - self.staged if self.looked_up else self.planned
 
@@ -149,7 +142,7 @@ class Ahead:
         elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
             text = f"an engine with several KV groups stages whole prompts: blocks={new.blocks} max={most}"
             self._over(number, "rejected", text)
-        elif sum(each.stage is not Stage.DONE for each in self._known.values()) > MAX_WAITING:
+        elif sum(not each.done for each in self._known.values()) > MAX_WAITING:
             self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
         elif size > MAX_BYTES:
             text = f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}"
@@ -157,7 +150,7 @@ class Ahead:
         else:
             heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
             if len(self._known) > MAX_KNOWN:
-                done = next(key for key, each in self._known.items() if each.stage is Stage.DONE)
+                done = next(key for key, each in self._known.items() if each.done)
                 self._over(done, "expired", "forgotten for newer announcements")
 
     def next_wanted(self, now_ns: int) -> Wanted | None:
@@ -178,7 +171,7 @@ class Ahead:
                 continue
             self._keys += 1
             self._at_work[FLAG, self._keys] = number
-            each.stage, each.planned = Stage.AT_WORK, min(wanted, left)
+            each.planned = min(wanted, left)
             hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
@@ -222,7 +215,7 @@ class Ahead:
             each.failed = left
         each.fetched = min(ready, request.prompt.in_blocks(request.fetched_blocks))
         each.staged = ready - each.fetched  # others fetched blocks of it meanwhile
-        each.stage = Stage.DONE
+        each.done = True
         self.outcomes.append((number, each.outcome("completed")))
 
     def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
@@ -241,7 +234,7 @@ class Ahead:
                 each = self._known[number]
                 if found is None or each.blocks > found.blocks:
                     found = Met(each.announced.since_ns, each.blocks)
-                self._over(number, "used" if each.stage is Stage.DONE else "late", useful=each.blocks > local_blocks)
+                self._over(number, "used" if each.done else "late", useful=each.blocks > local_blocks)
         return found
 
     def expire(self, number: int) -> None:
