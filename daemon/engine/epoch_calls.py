@@ -185,8 +185,6 @@ class EpochCalls:
     def _announce_sessions(self, now_ns: int) -> None:
         """Announce the prompts of sessions that are about to come back."""
         parts, sessions = self._parts, self._parts.sessions
-        if not len(sessions):
-            return
         free_blocks = parts.planner.blocks.free // len(parts.engine.groups)
         while parts.mode == "on":
             number = self._announcements + 1
