@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.engine.epoch import Epoch
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
@@ -149,36 +148,25 @@ class Restless(FlagTable):
         return False
 
 
-def restless_epoch() -> Epoch:
-    """An epoch with one hint; another writer changes its flag all the time from now on."""
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing(reset: bool) -> None:
+    """Nor in a reset, which comes over the control socket: that knows nothing of flags."""
     epoch = make_epoch()
     prompt = Prompt(ONE_GROUP, b"x" * 32, range(1), room=0, staged=lambda _: False)
-    epoch.planner.hint((0, 1), prompt, 0)
-    word = epoch.channel.table.load(0)
-    assert epoch.channel.table.exchange(0, word, pack(1, FlagState.HINTED, 0))
+    request = epoch.planner.hint((0, 1), prompt, 0)
+    assert epoch.channel.table.exchange(0, epoch.channel.table.load(0), pack(1, FlagState.HINTED, 0))
     epoch.channel.table.__class__ = Restless
-    return epoch
-
-
-def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing() -> None:
-    epoch = restless_epoch()
     epoch.tick(1)
     assert epoch.corrupt is None, "nothing to do yet"
-    epoch.planner.fetch_nothing(epoch.planner.requests[0, 1])
-    epoch.switch("on")
+    if reset:
+        epoch.reset(later_weights())
+    else:
+        epoch.planner.fetch_nothing(request)
+        epoch.switch("on")
     assert epoch.corrupt is not None
     assert "does not stand still" in epoch.corrupt
     assert epoch.drain(1) == 0
     assert not epoch.start_fetch(Lane.MEMORY)
-    epoch.end(Ending.ENGINE_GONE)
-    give_back(epoch)
-
-
-def test_a_reset_that_meets_such_a_flag_raises_nothing() -> None:
-    """It comes over the control socket, which knows nothing of flags."""
-    epoch = restless_epoch()
-    epoch.reset(later_weights())
-    assert epoch.corrupt is not None
     epoch.end(Ending.ENGINE_GONE)
     give_back(epoch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -106,27 +105,6 @@ def test_what_is_foreign_or_gone_when_it_is_asked_for_its_medium_ends_its_questi
     assert answers == [Found(b"\1\0\1", b"\0\0\1"), Found(b"\1\1", b"\1\0")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_block_is_there_when_each_ranks_part_is(ranks: int, layout: Make) -> None:
-    """A random store says so, in one call."""
-    chance = random.Random(ranks)
-    ranked = layout(*(f"r{rank}@" for rank in range(ranks)))
-    for _ in range(50):
-        questions = [[chance.randbytes(4) + b"\0" for _ in range(chance.choice([0, 1, 5, 40]))] for _ in range(8)]
-        there = {
-            f"r{rank}@{digest[:-1].hex()}"
-            for digests in questions
-            for digest in digests
-            for rank in range(ranks)
-            if chance.random() < 0.9
-        }
-        store: Any = FakeStore(there)
-        answers = transfers.look_up(store, ranked, questions, media=False)
-        whole = [[all(f"{p}{d[:-1].hex()}" in there for p in ranked.prefixes[0]) for d in each] for each in questions]
-        assert answers == [Found(bytes(each), bytes(len(each))) for each in whole]
-        assert len(store.keys("exist")) == 1
-
-
 def test_what_may_be_there_soon_is_tried_once_more_and_nothing_else(layout: Make) -> None:
     ranked = layout("r0@")
     first = [ErrorClass.OK, ErrorClass.RETRY, ErrorClass.FOREIGN, ErrorClass.LOOKUP_AGAIN]
@@ -193,26 +171,6 @@ def test_replicas_that_would_leave_a_slot_unfilled_or_fill_it_twice_are_refused(
     ]
     with pytest.raises(ValueError, match=r"must take turns: key_prefix='a@' .*expected="):
         transfers.check_replicas(workers, 1)
-
-
-def test_ranks_that_share_a_key_with_parts_of_two_sizes_are_refused() -> None:
-    workers = [
-        WorkerInfo(block_bytes=size, key_prefixes=["a@"], replicas=2, replica_index=turn)
-        for turn, size in enumerate((64, 128))
-    ]
-    with pytest.raises(ValueError, match=r"of one size: key_prefix='a@' block_bytes=\[64, 128\]"):
-        transfers.check_replicas(workers, 1)
-
-
-def test_a_part_that_several_ranks_hold_is_read_once_and_is_there_for_all(layout: Make) -> None:
-    """Mooncake fills one destination only of a key that stands twice in a get."""
-    ranked = layout("a@", "a@", "b@")
-    store: Any = FakeStore((), [[ErrorClass.OK] * 4])
-    assert transfers.fetch(store, ranked, [(b"\1\0", 2), (b"\2\0", 0)]) == [ErrorClass.OK] * 2
-    assert store.keys("get_into") == [["a@01", "b@01", "a@02", "b@02"]]
-    for slot, block in ((2, 1), (0, 2)):
-        parts = [ctypes.string_at(address, 64) for address in ranked.staging.addresses(slot)]
-        assert parts == [bytes([ord(name) + block]) * 64 for name in "aab"]
 
 
 def test_what_became_of_each_block_of_a_save(layout: Make) -> None:

@@ -1,8 +1,9 @@
-"""The planner's cost: a hint's time does not grow with the queue, and a waiting request takes little memory."""
+"""The planner's cost: a hint's time does not grow with the queue, nor does memory with the hints that came."""
 
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 from tests.daemon.planning.support import hint, hit, planned, run
 
@@ -27,3 +28,14 @@ def test_a_long_queue_makes_no_hint_dearer() -> None:
         return sorted(rounds)[20]
 
     assert cost(10_000) < 15 * cost(100)
+
+
+def test_requests_that_ended_behind_one_that_waits_are_forgotten() -> None:
+    planner, _ = planned(1, 1)
+    hit(planner, 0, "a", priority=-1)
+    tracemalloc.start()
+    for number in range(1, 5001):
+        planner.finish(hit(planner, number, f"b{number}"))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 100_000, "the queue keeps an entry of each"
