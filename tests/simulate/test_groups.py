@@ -122,7 +122,7 @@ class RealEpoch(Engine):
 
     def __init__(self, groups: Groups) -> None:
         self.groups, self.now, self.pools, self.count = groups, SECOND_NS, Pools(), 0
-        super().__init__(make_epoch(None, 1, self.pools, lambda: self.now, chunk_blocks=CHUNK, groups=groups))
+        super().__init__(make_epoch(None, self.pools, lambda: self.now, chunk_blocks=CHUNK, groups=groups))
 
     def course(self, request: SimRequest, local: int, gone: set[bytes]) -> Course:
         self.now += 60 * SECOND_NS  # what failed is asked for again

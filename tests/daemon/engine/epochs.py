@@ -76,19 +76,17 @@ class Answering(SimpleNamespace):
 
 def make_epoch(
     store: Any = None,
-    ranks: int = 1,
     pools: Any = None,
     clock_ns: Callable[[], int] = lambda: 1,
     chunk_blocks: int = 1,
     events: bool = False,
     max_blocks: int = 8,
     groups: Groups = ONE_GROUP,
-    loads: bool = True,
     sessions: bool = True,
 ) -> Epoch:
     """An epoch with twelve slots to fetch into and four for saves, of 4 KiB for one rank."""
-    spec = EngineSpec(ranks=ranks, max_blocks=max_blocks, events=events, groups=groups, loads=loads)
-    engine = EngineInfo("e", groups, spec.scheduler(), [spec.worker(rank) for rank in range(ranks)])
+    spec = EngineSpec(max_blocks=max_blocks, events=events, groups=groups)
+    engine = EngineInfo("e", groups, spec.scheduler(), [spec.worker()])
     options = {"staging": "64KiB", "chunk": 4096 * chunk_blocks, "sessions": "on" if sessions else "off"}
     config = DaemonConfig.model_validate(options)
     memory = EngineMemory.create(config, 7, engine)

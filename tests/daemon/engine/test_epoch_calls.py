@@ -36,17 +36,11 @@ BLOCK_BYTES = 4096
 class Setup(Engine):
     """An epoch, its engine, and a clock that stands still; a call ends when the test says so."""
 
-    def __init__(
-        self,
-        store: Any = None,
-        *,
-        events: bool = False,
-        chunk_blocks: int = 12,
-    ) -> None:
+    def __init__(self, store: Any = None, *, events: bool = False, chunk_blocks: int = 12) -> None:
         self.now, self.pools = SECOND_NS, Pools()
         self.sent: list[Message] = []
         own: Any = {"chunk_blocks": chunk_blocks, "events": events}
-        super().__init__(make_epoch(store, 1, self.pools, lambda: self.now, **own))
+        super().__init__(make_epoch(store, self.pools, lambda: self.now, **own))
         self.epoch.parts.send = self.sent.append
         self.calls = self.pools.calls
 

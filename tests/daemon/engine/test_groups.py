@@ -125,7 +125,7 @@ class Setup(Engine):
         self.now, self.pools = SECOND_NS, Pools()
         self.names: list[bytes] = []  # of the last hint
         self.lies: dict[bytes, tuple[int, int]] = {}  # whether the store has a block, and on disk alone
-        super().__init__(make_epoch(None, 1, self.pools, lambda: self.now, chunk_blocks=12, groups=GROUPS))
+        super().__init__(make_epoch(None, self.pools, lambda: self.now, chunk_blocks=12, groups=GROUPS))
 
     def hinted(self, number: int, *names: str, local: int = 0) -> Any:
         self.names = [digest(name) + bytes([group]) for group in (1, 0) for name in names[local:]]

@@ -28,7 +28,7 @@ class Setup(Engine):
         self.now, self.pools, self.asked, self.fetched = SECOND_NS, Pools(), list[str](), list[str]()
         self.keys = 0
         own: Any = {"groups": groups, "sessions": sessions, "chunk_blocks": 8}
-        super().__init__(make_epoch(None, 1, self.pools, lambda: self.now, **own))
+        super().__init__(make_epoch(None, self.pools, lambda: self.now, **own))
 
     def serve(self) -> None:
         """Start all that may start, and end each call well."""
