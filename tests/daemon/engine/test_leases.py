@@ -33,6 +33,10 @@ def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> No
     assert setup.planner.requests[waiting].limit == 2, "shorter, not failed"
     setup.tick(10 * SECOND)
     assert len(setup.sent) == 3, "and again half a lease later"
+    setup.tick(15 * SECOND)
+    setup.planner.finish(waiting)
+    setup.answer(15 * SECOND)
+    assert len(setup.sent) == 3, "it ended before its turn"
 
 
 def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kept() -> None:
