@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, FIRST_DIGESTS, MOST_KEYS, SLICE_DIGESTS
+from kvprefetch.daemon.engine.lookups import FIRST_DIGESTS, MOST_KEYS, SLICE_DIGESTS
 from kvprefetch.daemon.engine.transfers import Found
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import block
@@ -69,20 +69,6 @@ def test_a_prompt_of_any_length_is_asked_for_slice_by_slice_up_to_its_first_abse
     setup.answer()
     assert setup.answers[miss] == (0, False)
     assert [len(question.digests) for question in setup.sent[-1].questions] == [FIRST_DIGESTS]
-
-
-def test_many_long_prompts_that_the_store_lacks_hold_up_a_short_one_by_one_question() -> None:
-    """A miss asks for few digests: with a whole slice of each, 16 of them would be 65,536 digests, some 160 ms."""
-    setup = Setup()
-    for number in range(16):
-        setup.hint(number, *[f"{number}-{i}" for i in range(SLICE_DIGESTS)])
-    setup.store("short")
-    short, asked = setup.hint(16, "short"), 0
-    setup.ask(0)
-    while short not in setup.answers:
-        asked += sum(len(question.digests) for question in setup.sent[-1].questions)
-        setup.answer()
-    assert asked <= BATCH_DIGESTS + 1
 
 
 def test_between_two_slices_of_a_prompt_what_is_more_urgent_is_asked_for() -> None:
