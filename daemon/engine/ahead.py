@@ -113,9 +113,7 @@ class Ahead:
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
         self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
         self._at_work: dict[Key, int] = {}
-        self.outcomes: deque[tuple[int, Outcome]] = (
-            deque()
-        )  # what became of announcements, by number, for their callers
+        self.outcomes = deque[tuple[int, Outcome]]()  # what became of announcements, by number, for their callers
         self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
 
