@@ -23,7 +23,7 @@ from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
 from ..door.token import read_token
 from ..store.disk import DiskSpec
-from ..store.settings import MooncakeSettings, SettingsError
+from ..store.settings import MooncakeSettings
 from .help_page import Command, Group, HelpPage
 
 Arguments: TypeAlias = SimpleNamespace  # of a command, by name
@@ -120,13 +120,10 @@ def accepted(sources: Sources) -> Effective:
     make serve refuse."""
     effective = resolve(sources)
     config = effective.config
-    try:
-        if config.mooncake_config is not None:
-            MooncakeSettings.from_file(config.mooncake_config)
-        elif config.disk is not None:
-            DiskSpec.parse(config.disk)
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
+    if config.mooncake_config is not None:
+        MooncakeSettings.from_file(config.mooncake_config)
+    elif config.disk is not None:
+        DiskSpec.parse(config.disk)
     if config.socket_group is not None:
         group_id(config.socket_group)
     if config.hints_port and config.hints != "off":

@@ -42,7 +42,7 @@ from ..runtime.requirements import wanted_address_bytes, wanted_bytes
 from ..store import addresses, window
 from ..store.disk import DiskSpec, check_folder
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
-from ..store.settings import MooncakeSettings, SettingsError
+from ..store.settings import MooncakeSettings
 from . import bench
 
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
@@ -213,7 +213,7 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
     if there == spec.path:
         try:
             check_folder(spec.path, spec.path.stat(), os.listdir(spec.path))
-        except (SettingsError, OSError) as refusal:
+        except (ConfigError, OSError) as refusal:
             yield bad(str(refusal), "--disk names another folder")
             return
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):

@@ -7,7 +7,6 @@ import resource
 import sys
 
 from ...client.control import SYSTEM_SOCKET, Unavailable
-from ..config.model import ConfigError
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
@@ -78,8 +77,7 @@ def run_serve(arguments: Arguments) -> int:
 
     unblock_streams()
     from ..runtime.service import Daemon
-    from ..store.errors import EmbeddedError, StoreError
-    from ..store.settings import SettingsError
+    from ..store.errors import StoreError
     from ..telemetry.logs import configure
     from ..telemetry.metrics import Metrics
     from ..telemetry.streams import settle
@@ -91,7 +89,5 @@ def run_serve(arguments: Arguments) -> int:
         settle()
         # Everything is closed. With a disk, Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-    except (StoreError, EmbeddedError) as error:
+    except StoreError as error:
         raise Unavailable(f"store: {error}") from None

@@ -11,7 +11,7 @@ from ..config.model import DaemonConfig
 from ..store.client import Store
 from ..store.disk import DiskSpec
 from ..store.embedded import EmbeddedMaster
-from ..store.errors import EmbeddedError, StoreError, StoreUnavailable
+from ..store.errors import StoreError, StoreUnavailable
 from ..store.settings import MooncakeSettings
 from ..telemetry.logs import Log
 from ..telemetry.snapshot import Snapshot
@@ -44,11 +44,11 @@ class Backend:
 
         A cluster that is not there yet is joined later, on a thread.
 
-        Raises SettingsError, EmbeddedError and StoreError.
+        Raises ConfigError and StoreError.
         """
         try:
             settings = self._settings()
-        except EmbeddedError:
+        except StoreError:
             if self._signals.stop:
                 return None
             raise

@@ -15,8 +15,7 @@ from ..control import report
 from ..control.epochs import Epochs, Shared
 from ..control.listener import Listener
 from ..control.server import Control
-from ..store.errors import EmbeddedError, StoreError
-from ..store.settings import SettingsError
+from ..store.errors import StoreError
 from ..telemetry.board import Board
 from ..telemetry.logs import Log, finish, tick
 from ..telemetry.metrics import Metrics
@@ -67,7 +66,7 @@ class Daemon:
     def run(self) -> bool:
         """Serve until a stop signal; return False when the store's master ended before.
 
-        Raises ConfigError, SettingsError, StoreError or EmbeddedError where the daemon cannot start.
+        Raises ConfigError or StoreError where the daemon cannot start.
         """
         # Store threads return from C with little Python to do: let them have the GIL soon.
         sys.setswitchinterval(0.0005)
@@ -83,7 +82,7 @@ class Daemon:
         pools = Pools(self._config.fetch_threads, timeout_ns=self._config.call_timeout_ms * 1_000_000)
         try:
             self._serve(listener, pools)
-        except (ConfigError, SettingsError, StoreError, EmbeddedError) as error:
+        except (ConfigError, StoreError) as error:
             self._log.error("daemon.failed", error=str(error))
             raise
         finally:

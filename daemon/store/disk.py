@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ...shmring.wire.checks import shown
+from ..config.model import ConfigError
 from ..config.sizes import parse_size
 from .disk_watch import DiskWatch, room_bytes
-from .errors import EmbeddedError
-from .settings import SettingsError
+from .errors import StoreError
 
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 50
 DISK_BUFFER_BYTES = 256 << 20  # all that Mooncake reads from a disk at a time goes through
@@ -33,7 +33,7 @@ class DiskSpec:
 
     @classmethod
     def parse(cls, text: str) -> DiskSpec:
-        """From "DIR" or "DIR:SIZE", such as /var/x:20GiB. The directory must be absolute. Raises SettingsError."""
+        """From "DIR" or "DIR:SIZE", such as /var/x:20GiB. The directory must be absolute. Raises ConfigError."""
         head, colon, tail = text.rpartition(":")
         if not colon or "/" in tail:
             head, tail = text, ""
@@ -42,11 +42,11 @@ class DiskSpec:
             try:
                 size = parse_size(tail)
             except ValueError as error:
-                raise SettingsError(f"disk: {error}: disk={shown(text)}") from None
+                raise ConfigError(f"disk: {error}: disk={shown(text)}") from None
             if not MIN_DISK_BYTES <= size <= MAX_DISK_BYTES:
-                raise SettingsError(f"disk: size should be 16MiB to 1024TiB: disk={shown(text)}")
+                raise ConfigError(f"disk: size should be 16MiB to 1024TiB: disk={shown(text)}")
         if not head.startswith("/") or ".." in Path(head).parts or "\0" in head:
-            raise SettingsError(f"disk: directory should be absolute, without '..' and zeros: disk={shown(text)}")
+            raise ConfigError(f"disk: directory should be absolute, without '..' and zeros: disk={shown(text)}")
         return cls(Path(head), size)
 
 
@@ -54,7 +54,7 @@ class Disk:
     """The folder until `close`, locked (two daemons would write over each other's files) and watched."""
 
     def __init__(self, spec: DiskSpec, log: Any) -> None:
-        """Open and lock the folder. Raises EmbeddedError when another daemon has it, and SettingsError."""
+        """Open and lock the folder. Raises StoreError when another daemon has it, and ConfigError."""
         self.path = spec.path
         self._size_bytes, self._log = spec.size_bytes or 0, log
         self._failing = False  # as the log knows it
@@ -66,10 +66,10 @@ class Disk:
             room = room_bytes(self.path, self._size_bytes)
         except BlockingIOError:
             os.close(self._fd)
-            raise EmbeddedError(f"disk: another daemon uses it: disk={str(self.path)!r}") from None
+            raise StoreError(f"disk: another daemon uses it: disk={str(self.path)!r}") from None
         except OSError as error:
             os.close(self._fd)
-            raise SettingsError(f"disk: cannot be used: {error.strerror}: disk={str(self.path)!r}") from None
+            raise ConfigError(f"disk: cannot be used: {error.strerror}: disk={str(self.path)!r}") from None
         if room < self._size_bytes:
             log.warning("disk.small", disk_bytes=self._size_bytes, room_bytes=room)
         self.watch = DiskWatch(self.path, self._fd)
@@ -109,7 +109,7 @@ def open_folder(path: Path, log: Any) -> int:
     """Return a descriptor of the folder, made if it is missing and closed to other users: values are made of prompts.
 
     A missing parent stays missing: it may be a mount that failed, and values would fill the file system below it.
-    A folder that others could write to must be empty: its content may be theirs.  Raises SettingsError.
+    A folder that others could write to must be empty: its content may be theirs.  Raises ConfigError.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -127,7 +127,7 @@ def open_folder(path: Path, log: Any) -> int:
             why = "the folder above it is not there; make it, or mount it"
         elif error.errno == errno.EACCES:
             why += f"; make a folder that belongs to the daemon's user (uid={os.geteuid()}), or name another one"
-        raise SettingsError(f"disk: cannot be used: {why}: disk={str(path)!r}") from None
+        raise ConfigError(f"disk: cannot be used: {why}: disk={str(path)!r}") from None
 
 
 def _close_to_others(fd: int, path: Path, log: Any) -> None:
@@ -142,15 +142,15 @@ def _close_to_others(fd: int, path: Path, log: Any) -> None:
 
 
 def check_folder(path: Path, found: os.stat_result, names: Sequence[str]) -> None:
-    """Raise SettingsError for a folder with these names in it that the daemon does not take."""
+    """Raise ConfigError for a folder with these names in it that the daemon does not take."""
     if found.st_uid != os.geteuid():
-        raise SettingsError(
+        raise ConfigError(
             f"disk: the folder belongs to another user: disk={str(path)!r} uid={found.st_uid} daemon_uid={os.geteuid()}"
             ": chown it to the daemon's user, or name a new folder in one that this user may write to"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & _OTHERS_WRITE and names:
-        raise SettingsError(
+        raise ConfigError(
             f"disk: others may write to the folder, so its values may be anybody's: disk={str(path)!r} mode={mode:04o}"
             ": empty it, or chmod 700 it if you trust what it holds"
         )

@@ -28,12 +28,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from ..config.model import ConfigError
 from . import loopback
 from .disk import Disk, DiskSpec
 from .disk_watch import MIN_FREE_BYTES
-from .errors import LIBRARIES, EmbeddedError
+from .errors import LIBRARIES, StoreError
 from .fill import FillWatch, StoreFill
-from .settings import MooncakeSettings, SettingsError
+from .settings import MooncakeSettings
 
 _UNIT_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; set-up refuses 8 MiB
 _DISK_LEASE_MS = 2000
@@ -114,7 +115,7 @@ class EmbeddedMaster:
 
         Call it on the main thread: the kernel sends the death signal when the *thread* that forked ends. Call it before
         any Store.open: it sets MOONCAKE_* and MC_* variables, which Mooncake reads when it is loaded. Raises
-        EmbeddedError, also when `stopping` says so meanwhile, and SettingsError.
+        StoreError, also when `stopping` says so meanwhile, and ConfigError.
         """
         if not self.anywhere:
             _check_confined()
@@ -143,7 +144,7 @@ class EmbeddedMaster:
         self.stop()
         why = self._wrong or self._said or "it said nothing"
         cure = f": {LIBRARIES}" if "shared libraries" in why else ""
-        raise EmbeddedError(f"mooncake_master did not start: {why}{cure}")
+        raise StoreError(f"mooncake_master did not start: {why}{cure}")
 
     def stop(self) -> None:
         """End the master, at once: it keeps nothing, and takes most of a second to end by itself. Idempotent."""
@@ -221,15 +222,15 @@ def master_program() -> str:
         path = Path(folder) / "mooncake_master"
         if os.access(path, os.X_OK, effective_ids=True):  # what exec goes by
             return str(path)
-    raise EmbeddedError(
+    raise StoreError(
         "mooncake_master is not installed: install kvprefetch with daemon-cpu, daemon-cuda12 or daemon-cuda13"
     )
 
 
 def _check_confined() -> None:
-    """Raise SettingsError where other machines could reach the store's sockets."""
+    """Raise ConfigError where other machines could reach the store's sockets."""
     if (why := loopback.refusal()) and (others := loopback.interfaces()):
-        raise SettingsError(
+        raise ConfigError(
             "store_reach: other machines could reach the embedded store's memory, and this kernel lets its sockets "
             f"neither be bound to the loopback interface nor be filtered: {why}: store_reach='local' "
             f"interfaces={','.join(others)[:100]}: "
@@ -249,6 +250,6 @@ def _check(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            kind = EmbeddedError if error.errno == errno.EADDRINUSE else SettingsError
+            kind = StoreError if error.errno == errno.EADDRINUSE else ConfigError
             why = f"{error.strerror}: master_port={port}; another one, or none for a free one"
             raise kind(f"master_port: cannot be bound: {why}") from None

@@ -12,15 +12,11 @@ LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's
 
 
 class StoreError(Exception):
-    """The store cannot be opened, or a buffer cannot be registered; one line."""
+    """The store or its private master cannot be started, or a buffer cannot be registered; one line."""
 
 
 class StoreUnavailable(Exception):
     """A whole call failed for a passing reason, the breaker is open, or the store is not open."""
-
-
-class EmbeddedError(Exception):
-    """The private master cannot be started; one line."""
 
 
 class ErrorClass(enum.Enum):

@@ -20,11 +20,12 @@ from typing import Any
 
 import structlog
 
+from ..config.model import ConfigError
 from .client import Store
 from .embedded import EmbeddedMaster
-from .errors import EmbeddedError, ErrorClass, StoreError, StoreUnavailable
+from .errors import ErrorClass, StoreError, StoreUnavailable
 from .load import loaded
-from .settings import MooncakeSettings, SettingsError
+from .settings import MooncakeSettings
 
 SIZE = 4096
 VALUE_BYTES = 1 << 20
@@ -146,7 +147,7 @@ def main(what: str, parallel: str, seconds: str, *where: str) -> None:
         with _opened(where, 16 << 20 if what == "trip" else 256 << 20) as store:
             for found in round_trip(store) if what == "trip" else load(store, int(parallel), float(seconds)):
                 print(json.dumps(found), flush=True)
-    except (StoreError, StoreUnavailable, EmbeddedError, SettingsError) as error:
+    except (ConfigError, StoreError, StoreUnavailable) as error:
         print(json.dumps({"failed": str(error)}), flush=True)
 
 

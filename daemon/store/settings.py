@@ -12,14 +12,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from ...shmring.wire.checks import Packet, first_error
+from ..config.model import ConfigError
 from . import addresses
 
 _NO_TRANSPORT = ("", "rpc_only")  # Mooncake ends the process with the second
 _LEGACY_TCP = "MC_TCP_PROTO"
-
-
-class SettingsError(ValueError):
-    """A setting is wrong; one line that names the key, its value and the bound."""
 
 
 def _protocol(name: str) -> str:
@@ -94,19 +91,19 @@ class MooncakeSettings:
         """Read the JSON file that MOONCAKE_CONFIG_PATH names for vLLM (`vllm/distributed/mooncake_store.py`).
 
         It accepts the same keys and size forms. The daemon contributes no memory, so `global_segment_size`, `mode`,
-        `enable_offload` and `local_buffer_size` are checked and then not used. Raises SettingsError, also where the
+        `enable_offload` and `local_buffer_size` are checked and then not used. Raises ConfigError, also where the
         environment tells Mooncake not to wait until a storage node has a value.
         """
         if os.environ.get(_LEGACY_TCP) == "1":
-            raise SettingsError(
+            raise ConfigError(
                 f"{_LEGACY_TCP}=1: puts over TCP would count as done before their bytes are there; unset it"
             )
         try:
             found = _File.model_validate_json(Path(path).read_bytes())
         except OSError as error:
-            raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
-            raise SettingsError(f"{path}: {first_error(error)}") from None
+            raise ConfigError(f"{path}: {first_error(error)}") from None
         return cls(
             metadata_server=found.metadata_server,
             master_server_address=found.master_server_address,

@@ -146,7 +146,7 @@ def test_a_folder_for_the_disk_that_one_may_not_make_is_a_setting() -> None:
     with tempfile.TemporaryDirectory(prefix="kva-") as folder:
         os.chmod(folder, 0o755)
         text = as_nobody(lambda: open_folder(Path(folder, "kv"), structlog.get_logger()))
-        assert text.startswith("SettingsError: disk: cannot be used: Permission denied; make a folder that belongs to ")
+        assert text.startswith("ConfigError: disk: cannot be used: Permission denied; make a folder that belongs to ")
         assert f"(uid={NOBODY})" in text
 
 

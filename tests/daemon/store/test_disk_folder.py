@@ -12,8 +12,8 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from kvprefetch.daemon.config.model import ConfigError
 from kvprefetch.daemon.store.disk import open_folder
-from kvprefetch.daemon.store.settings import SettingsError
 from tests.lab.daemon import Daemon
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.ordinary import NOBODY
@@ -65,7 +65,7 @@ def test_a_folder_is_made_closed_whatever_the_umask(tmp_path: Path) -> None:
 
 def test_a_missing_parent_is_not_made(tmp_path: Path) -> None:
     """It may be a mount that failed."""
-    with pytest.raises(SettingsError, match=r"^disk: cannot be used: the folder above it is not there; .*disk='"):
+    with pytest.raises(ConfigError, match=r"^disk: cannot be used: the folder above it is not there; .*disk='"):
         open_folder(tmp_path / "mount" / "kv", structlog.get_logger())
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_a_folder_that_others_could_write_to_is_taken_only_while_it_is_empty(tmp
     assert mode(tmp_path) == 0o700
     (tmp_path / "value.bucket").touch()
     tmp_path.chmod(0o775)
-    with pytest.raises(SettingsError, match=r"others may write to the folder.* mode=0775: empty it, or chmod 700"):
+    with pytest.raises(ConfigError, match=r"others may write to the folder.* mode=0775: empty it, or chmod 700"):
         open_folder(tmp_path, structlog.get_logger())
     assert mode(tmp_path) == 0o775
 
@@ -84,5 +84,5 @@ def test_a_folder_that_others_could_write_to_is_taken_only_while_it_is_empty(tmp
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, NOBODY, NOBODY)
-    with pytest.raises(SettingsError, match=rf"belongs to another user: disk='{tmp_path}' uid={NOBODY} daemon_uid=0"):
+    with pytest.raises(ConfigError, match=rf"belongs to another user: disk='{tmp_path}' uid={NOBODY} daemon_uid=0"):
         open_folder(tmp_path, structlog.get_logger())

@@ -13,11 +13,11 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from kvprefetch.daemon.config.model import ConfigError
 from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.disk import DiskSpec
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
-from kvprefetch.daemon.store.errors import EmbeddedError
-from kvprefetch.daemon.store.settings import SettingsError
+from kvprefetch.daemon.store.errors import StoreError
 from tests.support.command import run
 from tests.support.descriptors import targets
 from tests.support.waiting import eventually
@@ -35,7 +35,7 @@ def test_should_parse_a_disk(text: str, path: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "/a:", "/a:20XB", "/a:1KiB", "/a/../b", ":1GiB", "/a:" + "9" * 400])
 def test_should_refuse_a_wrong_disk_in_one_line(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"^disk: .*should be") as caught:
+    with pytest.raises(ConfigError, match=r"^disk: .*should be") as caught:
         DiskSpec.parse(text)
     assert "\n" not in str(caught.value)
 
@@ -45,7 +45,7 @@ def test_should_leave_alone_a_disk_that_another_daemon_owns(tmp_path: Path) -> N
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     master = EmbeddedMaster(1, DiskSpec(tmp_path, None), structlog.get_logger())
-    with pytest.raises(EmbeddedError, match=f"^disk: another daemon uses it: disk='{tmp_path}'$"):
+    with pytest.raises(StoreError, match=f"^disk: another daemon uses it: disk='{tmp_path}'$"):
         master.start()
     assert master.pid is None
     os.close(other)
@@ -117,7 +117,7 @@ def test_should_name_an_explicit_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EmbeddedError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
+        with pytest.raises(StoreError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
             EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
 
 
@@ -153,5 +153,5 @@ def test_a_master_without_its_libraries_names_the_packages(tmp_path: Path, monke
     broken.write_text("#!/bin/sh\necho error while loading shared libraries: libcurl.so.4: no such file\nexit 127\n")
     broken.chmod(0o755)
     monkeypatch.setattr(embedded, "master_program", lambda: str(broken))
-    with pytest.raises(EmbeddedError, match=r"libcurl\.so\.4: no such file: on Debian install libibverbs1"):
+    with pytest.raises(StoreError, match=r"libcurl\.so\.4: no such file: on Debian install libibverbs1"):
         EmbeddedMaster(1, None, structlog.get_logger()).start()

@@ -16,9 +16,10 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from kvprefetch.daemon.config.model import ConfigError
 from kvprefetch.daemon.store import addresses, joining, loopback
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
-from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError
+from kvprefetch.daemon.store.settings import MooncakeSettings
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.link import LimitedLink, available
@@ -201,7 +202,7 @@ def test_an_embedded_store_that_others_could_reach_is_not_started_unless_configu
     monkeypatch: pytest.MonkeyPatch, without_means: None
 ) -> None:
     monkeypatch.setattr(loopback, "interfaces", lambda: ["eth7"])
-    with pytest.raises(SettingsError, match=r"^store_reach: .*store_reach='local' interfaces=eth7: use ") as caught:
+    with pytest.raises(ConfigError, match=r"^store_reach: .*store_reach='local' interfaces=eth7: use ") as caught:
         EmbeddedMaster(1, None, structlog.get_logger()).start()
     assert "\n" not in str(caught.value)
     anywhere = EmbeddedMaster(1, None, structlog.get_logger())

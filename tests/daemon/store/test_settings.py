@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.store.settings import MooncakeSettings, SettingsError, size_of
+from kvprefetch.daemon.config.model import ConfigError
+from kvprefetch.daemon.store.settings import MooncakeSettings, size_of
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_should_read_the_file_that_vllm_reads(path: Path) -> None:
     ],
 )
 def test_should_refuse_a_wrong_setting_by_name(path: Path, change: dict[str, Any], names: str) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read(path, **change)
     assert names in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -69,11 +70,11 @@ def test_a_gigabyte_is_two_to_the_thirtieth_as_for_vllm(text: object, size: int)
 def test_should_refuse_a_file_that_is_missing_or_no_object(path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text)
-    with pytest.raises(SettingsError):
+    with pytest.raises(ConfigError):
         MooncakeSettings.from_file(path)
 
 
 def test_should_refuse_puts_that_nobody_acknowledges(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
-    with pytest.raises(SettingsError, match=r"^MC_TCP_PROTO=1: .*; unset it$"):
+    with pytest.raises(ConfigError, match=r"^MC_TCP_PROTO=1: .*; unset it$"):
         read(path)
