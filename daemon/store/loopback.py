@@ -65,20 +65,12 @@ def listening() -> set[int]:
 
 def listening_ports(pid: int) -> set[int]:
     """Return the TCP ports on which a process of ours listens; none when it has ended."""
-    inodes, found = set[str](), set[int]()
+    theirs = set[str]()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                inodes.add(os.readlink(link))
-    for table in _TABLES:
-        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-            rows = [line.split() for line in table.read_text().splitlines()[1:]]
-            found |= {
-                int(row[1].rpartition(":")[2], 16)
-                for row in rows
-                if row[3] == _LISTENS and f"socket:[{row[9]}]" in inodes
-            }
-    return found
+                theirs.add(os.readlink(link))
+    return {port for port, inode in _rows(_LISTENS) if f"socket:[{inode}]" in theirs}
 
 
 def confine(before: set[int]) -> None:
@@ -93,7 +85,8 @@ def confine(before: set[int]) -> None:
             ports.add(each.getsockname()[1])
     deadline = time.monotonic() + _SETTLE_S
     # Nothing new comes in from here on, but an earlier handshake may still give an unconfined connection.
-    while left := _connections(ports) - shut:
+    # Inode 0 stands for the unaccepted ones.
+    while left := {inode for port, inode in _rows(*_CONNECTED) if port in ports} - shut:
         if time.monotonic() > deadline:
             if 0 not in left:  # another process may use such a port of the other address family
                 break
@@ -106,16 +99,14 @@ def confine(before: set[int]) -> None:
         time.sleep(0.001)
 
 
-def _connections(ports: set[int]) -> set[int]:
-    """Return inodes of this network namespace's connections to local `ports`; 0 stands for unaccepted ones."""
-    found = set()
+def _rows(*states: str) -> Iterator[tuple[int, int]]:
+    """Yield local port and inode of each TCP socket of this network namespace that is in one of these states."""
     for table in _TABLES:
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in table.read_text().splitlines()[1:]:
                 words = line.split()
-                if words[3] in _CONNECTED and int(words[1].rpartition(":")[2], 16) in ports:
-                    found.add(int(words[9]))
-    return found
+                if words[3] in states:
+                    yield int(words[1].rpartition(":")[2], 16), int(words[9])
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
