@@ -71,7 +71,6 @@ class _Transfers:
 
     read: Read
     pieces: Sequence[_Piece]
-    known: bool  # the node, when the read was asked for
     left: list[_Piece] = field(default_factory=list)
     came: bool = True  # until one failed
 
@@ -107,7 +106,7 @@ class SleepingReads:
         """
         results: list[ErrorClass | None] = [None] * len(values)
         nodes = {place.node for value in values for place in value.places}
-        reached = {node for node in nodes if node in self._known or self._engine.send_probe(node) == 0}
+        reached = {node for node in nodes if self._reaches(node)}
         wanted: dict[str, list[_Piece]] = {}
         some = len(reached) < len(nodes)
         for i, value in enumerate(values):
@@ -120,11 +119,7 @@ class SleepingReads:
                 self._add(wanted, i, value, places)
         with self._lock:
             under_way = [
-                _Transfers(
-                    self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()),
-                    pieces,
-                    node in self._known,
-                )
+                _Transfers(self._pace.ask(node, sum(piece.size for piece in pieces), self._clock_ns()), pieces)
                 for node, pieces in wanted.items()
             ]
         while under_way := [each for each in under_way if not self._go_on(each, values, results, get, until_ns)]:
@@ -172,12 +167,15 @@ class SleepingReads:
         transfers.came &= read.begun
         return self._look(transfers, values, results)
 
+    def _reaches(self, node: str) -> bool:
+        """Whether the engine may ask this node; one that is new or failed answers a probe first."""
+        return node in self._known or self._engine.send_probe(node) == 0
+
     def _begin(self, transfers: _Transfers, get: Get) -> None:
         get.begun = True
         begin, node = self._engine.batch_transfer_async_read, transfers.read.node
-        # A read of another thread failed while this one waited for its turn.
-        gone = transfers.known and node not in self._known and self._engine.send_probe(node) != 0
-        for piece in () if gone else transfers.pieces:
+        # While this one waited for its turn, a read of another thread may have failed.
+        for piece in transfers.pieces if self._reaches(node) else ():
             if not get.late and (number := begin(node, [piece.address], [piece.source], [piece.size])):  # 0: it failed
                 piece.number = number
                 transfers.left.append(piece)
