@@ -53,24 +53,19 @@ class ReplicaReader:
     def read(self, client: Any, keys: Sequence[str]) -> Replicas:
         """Return the replicas of these keys. During a removal from a private store no key has any."""
         if not self._private:
-            return memory_replicas(client.batch_get_replica_desc(list(keys)))
+            described = client.batch_get_replica_desc(list(keys))
+            return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
         with self._lock:
             there = frozenset([Place("", self._begun, 0)])
             return dict.fromkeys(keys, there) if self._begun == self._ended else {}
 
 
-def memory_replicas(described: Mapping[str, Sequence[Any]]) -> Replicas:
+def _memory(replicas: Sequence[Any]) -> Iterator[Place]:
     """Convert Mooncake's replica descriptors."""
-    return {key: frozenset(_memory(replicas)) for key, replicas in described.items() if replicas}
-
-
-def _memory(replicas: Sequence[Any]) -> list[Place]:
-    places = []
     for each in replicas:
         if each.is_memory_replica():
             part = each.get_memory_descriptor().buffer_descriptor
-            places.append(Place(part.transport_endpoint, part.buffer_address, part.size))
-    return places
+            yield Place(part.transport_endpoint, part.buffer_address, part.size)
 
 
 def void_what_moved(results: list[ErrorClass], keys: Sequence[str], before: Replicas, after: Replicas) -> None:

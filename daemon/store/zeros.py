@@ -59,23 +59,14 @@ def holed(addresses: Sequence[int], sizes: Sequence[int], written: Sequence[Bord
 @lru_cache(32)
 def _cells(size: int, written: Borders) -> _Cells:
     """Return the half pages of a value of this size, or those of each stretch that is written, and its two ends."""
-    if written is None:
-        return _of(_halves(0, size))
+    borders = (0, size) if written is None else written
     cells = []
-    for begin, end in zip(written[::2], written[1::2], strict=True):
-        cells.append(_halves(begin, end))
-        if (edge := min(_EDGE, end - begin)) >= _LEAST:
-            cells.append(np.array([[begin, begin + edge], [end - edge, end]]))
-    return _of(np.concatenate([np.empty((0, 2), np.int64), *cells]))
-
-
-def _halves(begin: int, end: int) -> npt.NDArray[np.int64]:
-    begins = np.arange(begin, end - _HALF_PAGE + 1, _HALF_PAGE)
-    return np.stack([begins, begins + _HALF_PAGE], axis=1)
-
-
-def _of(cells: npt.NDArray[np.int64]) -> _Cells:
-    return _Cells(-(-cells[:, 0] // 8), cells[:, 1] // 8)
+    for begin, end in zip(borders[::2], borders[1::2], strict=True):
+        cells += [(at, at + _HALF_PAGE) for at in range(begin, end - _HALF_PAGE + 1, _HALF_PAGE)]
+        if written is not None and (edge := min(_EDGE, end - begin)) >= _LEAST:
+            cells += [(begin, begin + edge), (end - edge, end)]
+    array = np.array(cells, np.int64).reshape(-1, 2)
+    return _Cells(-(-array[:, 0] // 8), array[:, 1] // 8)
 
 
 def _memory(address: int, words: int) -> npt.NDArray[np.uint64]:
