@@ -31,7 +31,7 @@ from .epochs import Epochs, Shared
 
 Query = StatusQuery | StatQuery
 Command = SetMode | Reload | Remove
-Reply = Callable[[Message], None]
+Reply = Callable[[Message], object]
 
 
 class Admin:

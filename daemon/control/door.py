@@ -32,7 +32,7 @@ class Door:
         self._process: subprocess.Popen[bytes] | None = None
         self._sockets: list[socket.socket] = []
         self._bound: os.stat_result | None = None
-        self._not_before_ns, self._watched = 0, False
+        self._watched, self._begun_ns = True, 0
         if config.hints == "off":
             return
         try:
@@ -47,7 +47,7 @@ class Door:
             log.warning("door.closed", error=f"{error}: socket={str(config.hints_socket)!r}")
         self._watch()
 
-    def ready(self, fds: list[int]) -> None:
+    def ready(self, fds: list[int], now_ns: int) -> None:
         """Begin the process where one of these descriptors is a socket of the door's."""
         if self._process is not None or not any(each.fileno() in fds for each in self._sockets):
             return
@@ -68,21 +68,17 @@ class Door:
             )
         except OSError as error:
             self._log.warning("door.failed", error=f"its process cannot be started: {error}")
-        self._watched = False
+        self._watched, self._begun_ns = False, now_ns
 
     def tick(self, now_ns: int) -> None:
         """Watch the sockets again once the process has ended; called several times a second."""
         status = None if self._process is None else self._process.poll()
-        if self._watched or not self._sockets or (self._process is not None and status is None):
+        if self._watched or (self._process is not None and status is None) or now_ns < self._begun_ns + PAUSE_NS:
             return
-        if self._not_before_ns == 0:
-            if status is not None:
-                self._log.warning("door.failed", error=f"its process ended: status={status}")
-            self._not_before_ns = now_ns + PAUSE_NS
-        if now_ns >= self._not_before_ns:
-            self._not_before_ns = 0
-            self._end()
-            self._watch()
+        if status is not None:
+            self._log.warning("door.failed", error=f"its process ended: status={status}")
+        self._end()
+        self._watch()
 
     def _watch(self) -> None:
         self._watched = True

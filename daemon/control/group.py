@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,13 +34,8 @@ class Peer:
         """Whether it belongs to no engine that has a place: closing its connection costs no attached engine."""
         return self.group is None or not self.group.placed
 
-    def send(self, message: Message) -> None:
-        """Send without waiting. The message is lost where the process is gone, or does not read."""
-        with contextlib.suppress(OSError):
-            send_message(self.sock, message)
-
-    def must_read(self, message: Message) -> bool:
-        """Send without waiting; True where the process has to read before it gets this message."""
+    def send(self, message: Message) -> bool:
+        """Send without waiting; True where the process has to read before it gets a message. This one is lost then."""
         try:
             send_message(self.sock, message)
         except BlockingIOError:

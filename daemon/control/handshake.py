@@ -19,7 +19,6 @@ from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory, groups_of
 from ..engine.transfers import check_replicas
 from ..telemetry.events import Ending
-from .access import NOT_ALLOWED
 from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
 from .group import Group, Peer
@@ -127,10 +126,10 @@ class Handshake:
             if missing := group.overdue(now_ns):
                 self._report(group, missing)
 
-    def close(self) -> None:
-        """End all epochs, as the daemon stops."""
+    def end_all(self, ending: Ending) -> None:
+        """End all epochs, and send the processes of engines away that have none yet."""
         for group in list(self._groups.values()):
-            self._dissolve(group, Ending.DAEMON_STOPPED)
+            self._dissolve(group, ending)
 
     def _attach(self, group: Group) -> None:
         """Reserve the memory of a complete group, or refuse it."""
@@ -153,10 +152,8 @@ class Handshake:
         self.carry_on()
 
     def _check_keys(self, group: Group, engine: EngineInfo) -> None:
-        """Raise ValueError for a user that may not attach, or whose keys name no user where each key has to."""
+        """Raise ValueError for an engine whose keys name no user where each key has to."""
         assert group.scheduler is not None
-        if not self._connections.access.may_attach(group.scheduler.credentials):
-            raise ValueError(f"uid={group.uid} {NOT_ALLOWED}")
         operator = self._connections.access.scope(group.scheduler.credentials) is None
         if engine.scheduler.upstream_keys and self._shared.config.namespaces != "shared" and not operator:
             raise ValueError(
@@ -190,14 +187,7 @@ class Handshake:
         if isinstance(memory, BaseException):
             self._refuse_engine(group, memory)
             return
-        engine = group.engine()
-        try:
-            self._check_keys(group, engine)  # a reload may have changed what is allowed
-        except ValueError as error:
-            self._epochs.reservations.free(memory)
-            self._refuse_engine(group, error)
-            return
-        epoch = group.epoch = self._epochs.attach(memory, engine)
+        epoch = group.epoch = self._epochs.attach(memory, group.engine())
         assert group.scheduler is not None
         epoch.parts.send = group.scheduler.send
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)

@@ -25,7 +25,6 @@ from ...shmring.wire.attach import Hello, Mapped, Reset
 from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
 from ..config.model import DaemonConfig
-from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
 from .access import NOT_ALLOWED, Credentials, access_of
 from .admin import Admin
@@ -44,7 +43,7 @@ class Control:
         self._shared, self.epochs = shared, epochs
         access = access_of(sock, shared.config)
         self._connections = Connections(sock, access, epoll, shared.log, shared.refusals)
-        self._handshake = Handshake(shared, epochs, self._connections, epoll)
+        self.handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
         self._budget = Budget()
         self._door = Door(shared.config, epoll, shared.log)
@@ -55,11 +54,11 @@ class Control:
         A connection whose user's questions took too much of the loop's time waits.  An engine's processes do not, and
         they ask nothing.
         """
-        self._door.ready(fds)
+        self._door.ready(fds, now_ns)
         for fd in fds:
             if fd == self._connections.sock.fileno():
                 for closed in self._connections.accept():
-                    self._handshake.left(closed)
+                    self.handshake.left(closed)
             elif (peer := self._connections.get(fd)) is not None:
                 if self._connections.paused(peer):  # its process hung up, and waits for no answer
                     self._leave(peer)
@@ -74,24 +73,16 @@ class Control:
 
     def carry_on(self, now_ns: int) -> bool:
         """Attach the engines whose memory is there by now; True while connections wait until their user may ask."""
-        self._handshake.carry_on()
+        self.handshake.carry_on()
         return self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
-
-    def has_engines(self) -> bool:
-        """Whether a process of an engine is there."""
-        return self._handshake.has_engines()
 
     def tick(self, now_ns: int) -> None:
         """Do the periodic work of connections and handshakes; called several times a second."""
         self._connections.tick()
         self._budget.tick(now_ns)
         self._shared.refusals.tick()
-        self._handshake.tick(now_ns)
+        self.handshake.tick(now_ns)
         self._door.tick(now_ns)
-
-    def end(self, epoch: Epoch, ending: Ending) -> None:
-        """End an epoch from our side: its processes see the end of file and come back."""
-        self._handshake.end(epoch, ending)
 
     def reload(self, config: DaemonConfig) -> None:
         """Serve by this configuration from now on."""
@@ -100,12 +91,11 @@ class Control:
         if config.mode != before.mode:
             self.epochs.switch(config.mode)
         if config.namespaces != before.namespaces:  # the engines come back, with keys of the other kind
-            for epoch in self.epochs.attached():
-                self.end(epoch, Ending.ENGINE_GONE)
+            self.handshake.end_all(Ending.ENGINE_GONE)
 
     def close(self) -> None:
         self._door.close()
-        self._handshake.close()
+        self.handshake.end_all(Ending.DAEMON_STOPPED)
         self._connections.close_all()
 
     def _read(self, peer: Peer, now_ns: int) -> None:
@@ -128,7 +118,7 @@ class Control:
 
     def _leave(self, peer: Peer) -> None:
         self._connections.close(peer)
-        self._handshake.left(peer)
+        self.handshake.left(peer)
 
     def _is_door(self, peer: Peer) -> bool:
         """Whether it may be the process of the HTTP door: it alone asks for other users, and sends descriptors."""
@@ -151,7 +141,7 @@ class Control:
                 answer = self._admin.engine(message, access.scope(about))
             peer.send(answer.model_copy(update={"number": message.number}))
         elif len(fds) == 1 and access.may_attach(about):
-            self._admin.announce(message, access.scope(about), fds[0], peer.must_read)
+            self._admin.announce(message, access.scope(about), fds[0], peer.send)
         else:
             raise ProtocolError(f"an announcement has one descriptor, and a caller that may attach: fds={len(fds)}")
 
@@ -163,11 +153,11 @@ class Control:
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
         uid = self._connections.access.scope(peer.credentials)
         if isinstance(message, Hello):
-            self._handshake.hello(peer, message, now_ns)
+            self.handshake.hello(peer, message, now_ns)
         elif isinstance(message, Mapped):
-            self._handshake.mapped(peer, message)
+            self.handshake.mapped(peer, message)
         elif isinstance(message, Reset):
-            self._handshake.reset(peer, message)
+            self.handshake.reset(peer, message)
         elif isinstance(message, EngineQuery | Announce):
             self._announce(peer, message, fds)
         elif isinstance(message, StatusQuery | StatQuery):

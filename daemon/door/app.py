@@ -114,7 +114,9 @@ class App:
     # --- announcing -------------------------------------------------------------------------------------------------
 
     def _announce(self, caller: Caller, envelope: Envelope) -> Message:
-        if not self._may_announce(caller.uid, len(envelope.actions)):
+        with self._rating:
+            may = self._rate.take(caller.uid, len(envelope.actions), time.monotonic_ns())
+        if not may:
             raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
         wanted = [payload(each) if _ours(each) else None for each in envelope.actions]
         answers = [_first(each) for each in envelope.actions]
@@ -134,10 +136,6 @@ class App:
             self._messages.forget(message)
             raise errors[0]
         return message
-
-    def _may_announce(self, uid: int, actions: int) -> bool:
-        with self._rating:
-            return self._rate.take(uid, actions, time.monotonic_ns())
 
     def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
         message.tell(action, engine=engine.engine)
@@ -209,14 +207,12 @@ class App:
 
 def _found(method: str, path: str) -> tuple[Route, str]:
     """Return the route of a request, and the name at the end of its path. Raises Bad."""
-    known = False
-    for route in ROUTES:
-        head, _, name = route.path.partition("{")
-        if (path == head and not name) or (name and path.startswith(head) and "/" not in path[len(head) :]):
-            known = True
-            if method == route.method:
-                return route, path[len(head) :]
-    if known:
+    head, _, name = path.rpartition("/")
+    fits = [route for route in ROUTES if route.path in (path, f"{head}/{{message_id}}")]
+    for route in fits:
+        if method == route.method:
+            return route, name
+    if fits:
         raise Bad(405, f"this path takes another method: method={method!r:.20} path={path!r:.80}")
     raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
 

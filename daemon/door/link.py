@@ -46,13 +46,10 @@ class Link:
 
     def announce(self, order: Announce, hashes: bytes) -> None:
         """Announce a prompt with these digests, joined. Raises Bad."""
-        fd = os.memfd_create("announced", os.MFD_CLOEXEC)
-        try:
-            with os.fdopen(os.dup(fd), "wb") as file:
-                file.write(hashes)
-            self._send(order, [fd])
-        finally:
-            os.close(fd)
+        with os.fdopen(os.memfd_create("announced"), "wb") as file:
+            file.write(hashes)
+            file.flush()
+            self._send(order, [file.fileno()])
 
     def _send(self, message: Message, fds: list[int] | None = None) -> None:
         try:

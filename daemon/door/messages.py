@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...shmring.wire.admin import Caller, Outcome
 from .envelope import Answer, Answered, Blocks
@@ -15,12 +15,11 @@ MAX_ANSWERS = 16_384  # of one user, kept, over or not: an answer has about a ki
 
 @dataclass(eq=False)
 class Message:
-    """One message of one caller. `block_bytes`: of each action's engine."""
+    """One message of one caller."""
 
     message_id: str
     caller: int
     answers: list[Answered]
-    block_bytes: list[int] = field(default_factory=list)
 
     def tell(self, action: int, **fields: object) -> None:
         """Change these fields of the answer to an action."""
@@ -36,7 +35,8 @@ class Messages:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._messages: dict[int, dict[str, Message]] = {}  # by user and id, the oldest first
-        self._numbers: dict[int, tuple[Message, int]] = {}  # of announcements that are not over
+        # Of announcements that are not over: the action of a message, and the bytes of its engine's blocks.
+        self._numbers: dict[int, tuple[Message, int, int]] = {}
         self._last = 0
 
     def get(self, caller: Caller, message_id: str) -> Message | None:
@@ -46,7 +46,7 @@ class Messages:
 
     def add(self, caller: Caller, message_id: str, answers: list[Answered]) -> Message:
         """Keep a new message with the first answers to its actions."""
-        new = Message(message_id, caller.uid, answers, [0] * len(answers))
+        new = Message(message_id, caller.uid, answers)
         with self._changed:
             kept = self._messages.setdefault(caller.uid, {})
             kept[message_id] = new
@@ -69,8 +69,7 @@ class Messages:
         """Return the number by which the daemon's outcomes name this action of a message."""
         with self._changed:
             self._last += 1
-            self._numbers[self._last] = message, action
-            message.block_bytes[action] = block_bytes
+            self._numbers[self._last] = message, action, block_bytes
             return self._last
 
     def note(self, outcome: Outcome) -> None:
@@ -78,14 +77,14 @@ class Messages:
         with self._changed:
             if (at := self._numbers.get(outcome.number)) is None:
                 return
-            message, action = at
+            message, action, block_bytes = at
             blocks = {name: getattr(outcome, name) for name in Blocks.model_fields if name != "missing"}
             message.tell(
                 action,
                 outcome=outcome.outcome,
                 reason=outcome.reason or message.answers[action].reason,
                 blocks=Blocks(missing=outcome.absent, **blocks),
-                bytes=outcome.started * message.block_bytes[action],
+                bytes=outcome.started * block_bytes,
             )
             if outcome.last:
                 del self._numbers[outcome.number]

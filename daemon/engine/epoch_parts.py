@@ -55,7 +55,7 @@ class EpochParts:
         self.log = services.log.bind(engine=engine.engine_id, epoch=memory.layout.epoch)
         self.counters = Counters(services.metrics)
         self.mode: Mode = "on"
-        self.send: Callable[[Message], None] = lambda _: None
+        self.send: Callable[[Message], object] = lambda _: None
         self.ranks = self.ranks_of(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.traces = Traces(memory.block_bytes, len(engine.groups))

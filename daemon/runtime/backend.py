@@ -34,11 +34,6 @@ class Backend:
         self.master_died = False
         self._probing = False
 
-    @property
-    def http(self) -> str:
-        """host:port of the master's HTTP interface; "" for a cluster's."""
-        return self.master.http if self.master is not None else ""
-
     def open(self) -> Store | None:
         """Return the store. None after a stop signal.
 

@@ -32,7 +32,7 @@ class Housekeeping:
         self._control.tick(now_ns)
         self._backend.tick(shared.pools)
         for epoch, ending in self._epochs.tick(now_ns):
-            self._control.end(epoch, ending)
+            self._control.handshake.end(epoch, ending)
         shared.snapshot.note_lost(tick(), now_ns)
         self._notifier.tick(now_ns)
         if now_ns - self._published_ns >= PUBLISH_NS:

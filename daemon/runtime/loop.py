@@ -58,7 +58,7 @@ class Loop:
         self._start_fetches()
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
-            self._control.end(epoch, Ending.ENGINE_CORRUPT)
+            self._control.handshake.end(epoch, Ending.ENGINE_CORRUPT)
         epochs = self._epochs.attached()  # without those that ended now
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]

@@ -106,7 +106,8 @@ class Daemon:
         if (store := self._backend.open()) is None:
             return
         shared = Shared(config, store, pools, self._log, self._metrics, time.monotonic_ns, snapshot)
-        shared.master_http = self._backend.http
+        if self._backend.master is not None:
+            shared.master_http = self._backend.master.http
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
@@ -122,7 +123,7 @@ class Daemon:
                 ticked_ns = now_ns
                 housekeeping.tick(now_ns)
             # In each turn: an engine may come and go between two ticks.
-            if idle.over(now_ns, engines=control.has_engines()):
+            if idle.over(now_ns, engines=control.handshake.has_engines()):
                 self._log.info("daemon.idle", idle_s=config.exit_idle_s)
                 self._signals.note(signal.SIGTERM)
             if self._signals.reload:

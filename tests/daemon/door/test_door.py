@@ -342,7 +342,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
         caller.connect(str(config.hints_socket))
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
         [(fd, _)] = epoll.poll(10)
-        door.ready([fd])
+        door.ready([fd], 1)
         assert epoll.poll(0) == [], "no loop around what fails"
         door.tick(1)
         assert epoll.poll(0) == []
