@@ -45,8 +45,7 @@ class Connections:
         self._asking: list[Peer] = []  # not looked at: their user's questions took too much time
         self._new_first = True
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
-        self._paused = True
-        self._listen()
+        epoll.register(sock, select.EPOLLIN)
 
     def get(self, fd: int) -> Peer | None:
         return self._peers.get(fd)
@@ -60,8 +59,8 @@ class Connections:
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     closed += self._make_room(os.strerror(error.errno))
-                    if not closed:
-                        self._pause()
+                    if not closed:  # until the next tick: what nobody accepts stays readable
+                        self._epoll.modify(self.sock, 0)
                 break
             sock.setblocking(False)
             credentials = credentials_of(sock)
@@ -147,7 +146,7 @@ class Connections:
 
     def tick(self) -> None:
         """Listen again after a pause, and close the sockets of descriptors that were read meanwhile."""
-        self._listen()
+        self._epoll.modify(self.sock, select.EPOLLIN)
         for peer in [peer for peer in self._unread if not _unread_bytes(peer.sock)]:
             self._unread.remove(peer)
             peer.sock.close()
@@ -157,19 +156,7 @@ class Connections:
             self.close(peer)
         for peer in self._unread:
             peer.sock.close()
-        self._pause()
         self.sock.close()
-
-    def _listen(self) -> None:
-        if self._paused:
-            self._epoll.register(self.sock, select.EPOLLIN)
-            self._paused = False
-
-    def _pause(self) -> None:
-        """Stop watching the listening socket: while nothing can be accepted it stays readable."""
-        if not self._paused:
-            self._epoll.unregister(self.sock)
-            self._paused = True
 
 
 def _unread_bytes(sock: socket.socket) -> int:
