@@ -19,7 +19,7 @@ import structlog
 
 from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.control import access
-from kvprefetch.daemon.control.listener import listen, take_away
+from kvprefetch.daemon.control.listener import listen
 from kvprefetch.daemon.store.disk import open_folder
 
 NOBODY = 65534
@@ -57,18 +57,6 @@ def test_all_processes_of_many_engines_may_come_at_once(tmp_path: Path) -> None:
             sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             sock.settimeout(1)
             sock.connect(server.getsockname())
-
-
-def test_a_daemon_removes_its_own_socket_only(tmp_path: Path) -> None:
-    path = tmp_path / "a folder" / "that is not there" / "s"
-    with listen(DaemonConfig.model_validate({"socket": str(path)})):
-        ours = path.stat()
-    path.rename(tmp_path / "kept")  # so that its number is not given to the next
-    with listen(DaemonConfig.model_validate({"socket": str(path)})):
-        take_away(path, ours)
-        assert path.is_socket()
-        take_away(path, path.stat())
-        assert not path.exists()
 
 
 def test_a_lock_on_the_folder_delays_a_start_for_a_moment_only(tmp_path: Path) -> None:

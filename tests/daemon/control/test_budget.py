@@ -26,13 +26,6 @@ def test_an_amount_is_taken_whole_or_not_at_all_and_comes_back_with_time() -> No
         assert budget.take(7, wanted, now) == taken
 
 
-def test_users_have_shares_of_their_own() -> None:
-    budget = Budget()
-    budget.spend(7, BURST_NS, 0)
-    assert not budget.left(7, 0)
-    assert budget.left(8, 0)
-
-
 def test_a_quiet_user_is_forgotten_and_has_its_burst_again() -> None:
     budget = Budget()
     budget.spend(7, 2 * BURST_NS, 0)

@@ -17,7 +17,7 @@ from kvprefetch.daemon.runtime.loop import IDLE_AFTER_NS
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks, engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store
 from tests.support.auditor import Auditor, ask_daemon
@@ -58,10 +58,7 @@ def test_with_a_disk_the_data_is_there_after_a_restart(
 ) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = serve(disk=disk)
-    engine = FakeEngine(daemon.socket)
-    values = blocks("disk", 40)
-    engine.save(values)
-    stored(daemon, 40)
+    engine, values = engine_with(daemon, "disk", 40)
     if end == "stop":
         assert daemon.sigterm(30) == 0
     elif end == "ctrl-c":  # goes to the whole process group
@@ -75,7 +72,7 @@ def test_with_a_disk_the_data_is_there_after_a_restart(
     engine.close()
     auditor.assert_nothing_left()
     again = serve(disk=disk)
-    engine = FakeEngine(again.socket)
+    engine = FakeEngine(again.socket, prefix="disk")
     found = eventually(lambda: engine.load(list(values)), 30, "a hit after the restart")
     assert found == list(values.values())
     assert engine.disk_blocks == 40
@@ -90,9 +87,7 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
     serve: Serve, tmp_path: Path, auditor: Auditor
 ) -> None:
     daemon = serve(disk=f"{tmp_path / 'disk'}:256MiB")
-    engine = FakeEngine(daemon.socket)
-    engine.save(blocks("unflushed", 40))
-    stored(daemon, 40)
+    engine, _ = engine_with(daemon, "unflushed", 40)
     os.kill(int(daemon.records("master.started")[0]["pid"]), signal.SIGKILL)
     assert daemon.wait_exit(60) == 69
     assert daemon.records("master.died")

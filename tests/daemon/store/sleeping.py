@@ -129,16 +129,11 @@ def _replica(place: Place) -> Any:
     return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory)
 
 
-def opened(
-    model: Model,
-    patch: pytest.MonkeyPatch,
-    sleep: Callable[[float], object],
-    clock_ns: Callable[[], int] | None = None,
-) -> Store:
+def opened(model: Model, patch: pytest.MonkeyPatch, sleep: Callable[[float], object]) -> Store:
     """Return a store on the model that calls `sleep` instead of sleeping."""
 
     def reads(engine: Any, lease_ns: int) -> SleepingReads:
-        return SleepingReads(engine, lease_ns, clock_ns=clock_ns or model.clock.now_ns, sleep=sleep)
+        return SleepingReads(engine, lease_ns, clock_ns=model.clock.now_ns, sleep=sleep)
 
     patch.setattr(client, "SleepingReads", reads)
     patch.setattr(client, "holed", lambda *_: [])  # the model's addresses are not this process's

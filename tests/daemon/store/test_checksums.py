@@ -66,23 +66,6 @@ def test_a_value_with_a_flipped_bit_is_a_miss_and_removed(serve: Serve, tmp_path
 
 
 @pytest.mark.store
-def test_without_checksums_it_is_served(serve: Serve, tmp_path: Path) -> None:
-    """So the tests above could fail."""
-    daemon = serve(memory="64MiB")
-    engine, values = FakeEngine(daemon.socket), blocks("plain", 1)
-    engine.save(values)
-    stored(daemon, 1)
-    [key] = keys_of(daemon)
-    assert "sum:" not in key
-    flip_a_bit(daemon, tmp_path, key, BLOCK_BYTES)
-    [served] = engine.load(list(values)) or [b""]
-    [right] = values.values()
-    assert len(served) == len(right)
-    assert sum(one != other for one, other in zip(served, right, strict=True)) == 1
-    engine.close()
-
-
-@pytest.mark.store
 def test_values_with_checksums_come_from_a_disk(serve: Serve, tmp_path: Path) -> None:
     size, count = 1 << 20, 24
     options = {"memory": "16MiB", "staging": "64MiB", "disk": f"{tmp_path / 'disk'}:64MiB"}

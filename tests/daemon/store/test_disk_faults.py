@@ -16,11 +16,9 @@ from kvprefetch.daemon.cli import findings
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.store.disk_watch import HUNG_S, DiskWatch
 from tests.daemon.stores import blocks, stored
-from tests.lab import control
 from tests.lab.daemon import Daemon
-from tests.lab.store import Store
 from tests.support.auditor import ask_daemon
-from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 
@@ -62,21 +60,6 @@ def test_a_disk_that_loses_pages_or_its_folder_costs_its_own_blocks_and_is_logge
     engine.close()
     assert daemon.sigterm(10) == 0, "nothing is waited for that cannot come"
     assert daemon.records("store.unflushed")
-
-
-def test_a_page_that_a_disk_lost_is_found_also_when_the_value_is_read_from_memory(serve: Callable[..., Daemon]) -> None:
-    """Where it lay when it was looked up does not say where it is read from."""
-    values = blocks("promoted", 3)
-    lost = list(values)[1]
-    values[lost] = values[lost][:1024] + bytes(BLOCK_BYTES - 1024)
-    with Store(memory="64 MB") as store:
-        named = {f"u{os.getuid()}@model@tp_rank:0@{digest.hex()}": value for digest, value in values.items()}
-        control.put(store.config, named, store.segments[0])
-        daemon = serve(memory=None, mooncake_config=store.config)
-        engine = FakeEngine(daemon.socket)
-        assert engine.load(list(values)) == list(values.values())[:1]
-        assert daemon.wait_record("store.corrupt")
-        engine.close()
 
 
 def test_of_values_with_padding_only_lost_pages_of_what_is_written_cost_blocks(

@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.disk import DiskSpec
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import StoreError
-from tests.support.command import run
 from tests.support.descriptors import targets
 from tests.support.waiting import eventually
 
@@ -110,42 +108,6 @@ def _listening(pid: int) -> set[tuple[str, int]]:
     inodes = {target[8:-1] for target in targets(pid)}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {(a, int(p, 16)) for r in rows if r[3] == "0A" and r[9] in inodes for a, p in [r[1].split(":")]}
-
-
-def test_should_name_an_explicit_port_that_is_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(StoreError, match=rf"^master_port: cannot be bound: .* in use: master_port={port}; "):
-            EmbeddedMaster(1, None, structlog.get_logger(), master_port=port).start()
-
-
-# In a process of its own, which ends without the client's goodbye to a master that is gone.
-GONE = """
-import os, time
-import structlog
-from kvprefetch.daemon.store.client import Store
-from kvprefetch.daemon.store.embedded import EmbeddedMaster
-from kvprefetch.daemon.store.errors import StoreUnavailable
-master = EmbeddedMaster(16 << 20, None, structlog.get_logger())
-store = Store(master.start(), structlog.get_logger(), rpc_timeout_ms=4000)
-store.open()
-print(">>>", store.exist(["m@00"]))
-os.kill(master.pid, 9)
-begun = time.monotonic()
-for _ in range(3):
-    try: print(">>>", store.exist(["m@00"]))
-    except StoreUnavailable: pass
-print(">>>", time.monotonic() - begun < 5, flush=True)
-os._exit(0)
-"""
-
-
-def test_should_fail_fast_when_the_master_is_gone() -> None:
-    done = run([sys.executable, "-c", GONE])
-    said = [line[4:] for line in done.stdout.splitlines() if line.startswith(">>> ")]
-    assert said == ["[False]", "True"], done
 
 
 def test_a_master_without_its_libraries_names_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.stores import absent_cluster, blocks, stored
+from tests.daemon.stores import absent_cluster, blocks, engine_with
 from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.masters import HighlyAvailableStore, etcd
@@ -42,10 +42,7 @@ def joined(serve: Serve, cluster: HighlyAvailableStore) -> Daemon:
 def test_a_daemon_joins_and_leaves_at_once(serve: Serve, cluster: HighlyAvailableStore, auditor: Auditor) -> None:
     """Mooncake's goodbye there takes up to 31 s, and holds the GIL, for nobody's use."""
     daemon = joined(serve, cluster)
-    engine = FakeEngine(daemon.socket)
-    values = blocks("there", 4)
-    engine.save(values)
-    stored(daemon, 4)
+    engine, values = engine_with(daemon, "there", 4)
     assert engine.load(list(values)) == list(values.values())
     auditor.assert_idle(daemon.pid, daemon.socket)
     began = time.monotonic()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.stores import blocks
+from tests.daemon.stores import blocks, engine_with
 from tests.lab import control
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
@@ -115,10 +115,7 @@ def test_requests_behind_a_node_that_is_frozen_wait_for_it_once_and_those_of_oth
 
 def test_sigterm_does_not_wait_for_a_call_that_hangs(serve: Callable[..., Daemon], cluster: Store) -> None:
     daemon = serve(memory=None, mooncake_config=cluster.config, extra=("--call-timeout-ms", "1000"))
-    engine = FakeEngine(daemon.socket)
-    values = blocks("term", 3)
-    engine.save(values)
-    eventually(lambda: sum(line["stored_blocks"] for line in daemon.records("save.done")) >= 3, what="the save")
+    engine, values = engine_with(daemon, "term", 3)
     with frozen(cluster.node_pid):
         assert engine.settled(engine.hint(list(values)), ANSWER_S).count == 0
         assert daemon.sigterm(25) == 0

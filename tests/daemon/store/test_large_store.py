@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,15 +20,17 @@ from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.shmring.wire.attach import Reset, ResetDone
 from kvprefetch.shmring.wire.codec import send_message
 from tests.daemon.cli.test_doctor import STAGED
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks, engine_with
 from tests.lab.daemon import Daemon
 from tests.lab.store import Store as Cluster
+from tests.support.command import kvprefetchd
 from tests.support.fake_engine import FakeEngine, answer
 
 Serve = Callable[..., Daemon]
 FOREIGN = "u7@Meta-Llama-3.1-70B-Instruct@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:0123456789abcdef0123456789abcdef@"
 # The time of one question to the master, so short that a walk over all keys would exceed it.
 SCALED = ("--rpc-timeout-ms", "300")
+KEYS = 100_000
 
 pytestmark = pytest.mark.store
 
@@ -48,62 +49,40 @@ def fill(config: Path, count: int) -> None:
     store.close()
 
 
-class Neighbour:
-    """An engine that loads its blocks one by one in a thread, and notes which were hits and how long each took."""
+@contextlib.contextmanager
+def loading(engine: FakeEngine, values: dict[bytes, bytes]) -> Iterator[list[tuple[bool, float]]]:
+    """Load an engine's blocks one by one in a thread; yield which were hits and how long each took, as it grows."""
+    found, stop = list[tuple[bool, float]](), threading.Event()
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._engine = FakeEngine(daemon.socket, engine_id="neighbour", prefix="calm", max_blocks=64)
-        self._values = blocks("calm", 400)
-        for start in range(0, 400, 50):
-            self._engine.save(dict(list(self._values.items())[start : start + 50]))
-        stored(daemon, 400)
+    def run() -> None:
+        for digest, value in itertools.cycle(values.items()):
+            began = time.monotonic()
+            found.append((engine.load([digest]) == [value], time.monotonic() - began))
+            if stop.wait(0.005):
+                return
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[list[tuple[bool, float]]]:
-        """Yield what becomes of its loads, as it grows."""
-        found: list[tuple[bool, float]] = []
-        stop = threading.Event()
-
-        def run() -> None:
-            while not stop.is_set():
-                for digest, value in self._values.items():
-                    began = time.monotonic()
-                    found.append((self._engine.load([digest]) == [value], time.monotonic() - began))
-                    if stop.wait(0.005):
-                        return
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield found
-        finally:
-            stop.set()
-            thread.join(30)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join(30)
 
 
 def p99_s(found: list[tuple[bool, float]]) -> float:
     return statistics.quantiles([took for _, took in found], n=100)[98]
 
 
-def store_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "kvprefetch.daemon", "store", *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=1200, check=False)
-
-
-@pytest.mark.parametrize(
-    ("keys", "options"), [(100_000, SCALED), pytest.param(1_000_000, (), marks=pytest.mark.stress)]
-)
-def test_resets_and_a_purge_in_a_large_store_cost_another_engine_nothing(
-    serve: Serve, keys: int, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resets_and_a_purge_in_a_large_store_cost_another_engine_nothing(serve: Serve) -> None:
     with Cluster(memory="2 GB") as cluster:
-        fill(cluster.config, keys)
-        daemon = serve(memory=None, mooncake_config=cluster.config, staging="8MiB", extra=options)
-        neighbour, engine = Neighbour(daemon), FakeEngine(daemon.socket, prefix="resets")
+        fill(cluster.config, KEYS)
+        daemon = serve(memory=None, mooncake_config=cluster.config, staging="8MiB", extra=SCALED)
+        calm, engine = engine_with(daemon, "calm", 50), FakeEngine(daemon.socket, prefix="resets")
         values, confirmed_s = blocks("weights", 20), list[float]()
-        with neighbour.loading() as before:
+        with loading(*calm) as before:
             time.sleep(3)
-        with neighbour.loading() as beside:
+        with loading(*calm) as beside:
             for generation in range(1, 11):
                 engine.save(values, reset_generation=generation - 1)
                 began = time.monotonic()
@@ -112,17 +91,10 @@ def test_resets_and_a_purge_in_a_large_store_cost_another_engine_nothing(
                 confirmed_s.append(time.monotonic() - began)
                 assert engine.load(list(values)) is None, "no older KV"
                 time.sleep(0.3)
-        with neighbour.loading() as purging:
-            purged = store_cli(
-                "purge", "--prefix", FOREIGN, "--yes", "--socket", daemon.socket, "--master-http", cluster.http
-            )
-        assert (purged.returncode, purged.stdout) == (0, f"{keys} values removed; {STAGED}\n"), purged.stderr
-        with capsys.disabled():
-            print(
-                f"\n{keys} keys: reset at most {max(confirmed_s) * 1e3:.1f} ms; p99 of a neighbour's load "
-                f"{p99_s(before) * 1e3:.1f} ms, beside resets {p99_s(beside) * 1e3:.1f}, beside a purge "
-                f"{p99_s(purging) * 1e3:.1f}"
-            )
+        at = ("--socket", daemon.socket, "--master-http", cluster.http)
+        with loading(*calm) as purging:
+            purged = kvprefetchd("store", "purge", "--prefix", FOREIGN, "--yes", *at)
+        assert (purged.returncode, purged.stdout) == (0, f"{KEYS} values removed; {STAGED}\n"), purged.stderr
         assert max(confirmed_s) < 1
         for found in (before, beside, purging):
             assert all(hit for hit, _ in found)

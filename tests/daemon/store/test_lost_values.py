@@ -11,7 +11,7 @@ import pytest
 
 from kvprefetch.daemon.store.fill import StoreFill
 from tests.daemon.store.test_fill import MIB, known, said, save
-from tests.daemon.stores import another_client, blocks, request_line, stored
+from tests.daemon.stores import another_client, blocks, engine_with, request_line
 from tests.lab.daemon import Daemon, Record
 from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd
@@ -30,10 +30,7 @@ def test_a_value_that_is_gone_without_an_eviction_is_counted_as_lost(
     serve: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     daemon = serve(memory="64MiB")
-    engine = FakeEngine(daemon.socket)
-    kept = blocks("kept", 2)
-    engine.save(kept)
-    stored(daemon, 2)
+    engine, kept = engine_with(daemon, "kept", 2)
     known(daemon, lambda store: store.memory_used_bytes > 0)
     assert nowhere(engine, daemon, list(blocks("never", 1)), "never")["nowhere"] == "never_stored"
     keys = json.loads(said(daemon, "store", "ls", "--json"))["keys"]
@@ -58,11 +55,9 @@ def test_what_is_evicted_or_purged_is_not_lost(serve: Callable[..., Daemon]) -> 
     engine.close()
 
     daemon = serve(memory="64MiB")
-    engine = FakeEngine(daemon.socket)
-    engine.save(blocks("kept", 1))
-    stored(daemon, 1)
+    engine, kept = engine_with(daemon, "kept", 1)
     said(daemon, "store", "purge", "--prefix", "u", "--yes")
-    assert nowhere(engine, daemon, list(blocks("kept", 1)), "purged")["nowhere"] == "evicted"
+    assert nowhere(engine, daemon, list(kept), "purged")["nowhere"] == "evicted"
     engine.close()
 
 

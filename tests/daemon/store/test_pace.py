@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvprefetch.daemon.store import pace as pace_module
 from kvprefetch.daemon.store.pace import LATEST_NS, SOONEST_NS, TURN_NS, Pace, Read
 
 MIB = 1 << 20
@@ -64,17 +63,6 @@ def test_a_read_that_is_sooner_than_predicted_is_seen_soon(part: float) -> None:
     node.ns_per_byte *= part
     _, late = node.read(4 * MIB)
     assert late * part <= 1 / 16 + 0.01
-
-
-def test_a_node_that_crawled_delays_no_later_read_for_long() -> None:
-    node = Node(8.0)
-    node.read(4 * MIB)
-    node.ns_per_byte = 10_000.0  # 42 s for a chunk
-    node.read(4 * MIB)
-    node.ns_per_byte = 8.0
-    began = node.now
-    node.read(4 * MIB)
-    assert node.now - began < 33_600_000 + LATEST_NS
 
 
 @dataclass(eq=False)
@@ -149,13 +137,6 @@ def test_the_first_of_two_reads_ends_as_if_it_were_alone_and_the_second_no_later
     [alone], (first, second) = way.ends_ms(4 * MIB), way.ends_ms(4 * MIB, 4 * MIB)
     assert first < 1.03 * alone + 3
     assert second < 2.05 * alone + 1
-
-
-def test_without_turns_both_end_as_late_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace_module, "TURN_NS", 10**12)
-    way = known(8)
-    [alone], (first, _) = way.ends_ms(4 * MIB), way.ends_ms(4 * MIB, 4 * MIB)
-    assert first > 1.8 * alone
 
 
 @pytest.mark.parametrize(("ns_per_byte", "size"), [(8, 4 * MIB), (80, 4 * MIB), (8, MIB), (0.5, 4 * MIB)])

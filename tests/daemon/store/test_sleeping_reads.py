@@ -145,18 +145,16 @@ class History:
     Checks: bytes that count are the value's; nothing is written to a slot that no read holds; every read ends.
     """
 
-    def __init__(self, seed: int, patch: Patch, *, settable: bool) -> None:
+    def __init__(self, seed: int, patch: Patch) -> None:
         self.chance, self.depth, self.slept = Random(seed), 0, 0
         self.model = made("a", "b")
         self.keys = [f"k{number}" for number in range(6)]
         self.spare = [(node, at * SIZE) for node in self.model.nodes for at in range(4)]
         self.held: set[int] = set()
         self.removed: dict[str, tuple[str, int]] = {}
-        self.realtime_ns = 0
         self.counted = self.joined = 0
         self.model.on_write = self.check_slot
-        clock_ns = (lambda: self.model.clock.ns + self.realtime_ns) if settable else self.model.clock.now_ns
-        self.store = opened(self.model, patch, self.sleep, clock_ns)
+        self.store = opened(self.model, patch, self.sleep)
 
     def check_slot(self, transfer: Transfer) -> None:
         self.joined += transfer.size > SIZE
@@ -257,19 +255,15 @@ class History:
 
     def time(self) -> None:
         self.model.clock.ns += self.chance.choice([10**6, 10**7, 10**8, LEASE_NS])
-        self.realtime_ns += self.chance.choice([0, -(10**9), 10**9])  # a step of the clock that can be set
         if self.chance.random() < 0.2:
             self.get.late = True
 
     get = Get()
 
 
-def run_all(patch: Patch, *, settable: bool = False) -> tuple[int, int]:
-    """Run all histories; return how many values counted, and how many writes were of several values' transfers.
-
-    `settable`: the lease goes by a clock that is set.
-    """
-    histories = [History(seed, patch, settable=settable) for seed in range(150)]
+def run_all(patch: Patch) -> tuple[int, int]:
+    """Run all histories; return how many values counted, and how many writes were of several values' transfers."""
+    histories = [History(seed, patch) for seed in range(150)]
     return sum(each.run() for each in histories), sum(each.joined for each in histories)
 
 
@@ -308,9 +302,3 @@ def test_without_a_guard_the_histories_fail(monkeypatch: Patch, plant: Callable[
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"wrong bytes|no read holds|it waits"):
         run_all(monkeypatch)
-
-
-def test_by_a_clock_that_can_be_set_the_histories_fail(monkeypatch: Patch) -> None:
-    """The lease by CLOCK_REALTIME: set back, it seems to last."""
-    with pytest.raises(AssertionError, match="wrong bytes"):
-        run_all(monkeypatch, settable=True)

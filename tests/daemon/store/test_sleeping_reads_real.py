@@ -1,9 +1,8 @@
-"""Reads that sleep, from real storage nodes that stop, die, crawl or are cut off in the middle of a read."""
+"""Reads that sleep, from real storage nodes that stop in the middle of a read."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,8 +19,7 @@ from kvprefetch.daemon.store.client import Store
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.settings import MooncakeSettings
 from kvprefetch.daemon.store.storage_nodes import Get
-from tests.lab import control, link
-from tests.lab.link import LimitedLink
+from tests.lab import control
 from tests.lab.process import frozen
 from tests.lab.store import Store as LabStore
 
@@ -67,9 +65,9 @@ def _stores_are_closed() -> Iterator[None]:
 
 
 @contextmanager
-def cluster(nodes: int = 1, lease_ms: int = 10_000, over: LimitedLink | None = None) -> Iterator[LabStore]:
+def cluster(nodes: int = 1, lease_ms: int = 10_000) -> Iterator[LabStore]:
     pytest.importorskip("mooncake")
-    with LabStore(memory="64 MB", nodes=nodes, lease_ms=lease_ms, link=over) as store:
+    with LabStore(memory="64 MB", nodes=nodes, lease_ms=lease_ms) as store:
         for number in range(nodes):
             control.put(store.config, values("ab"[number]), store.segments[number])
         yield store
@@ -137,36 +135,3 @@ def test_a_value_that_is_removed_and_put_again_in_mid_read_does_not_count(two_no
         assert get.result(30) == [ErrorClass.LOOKUP_AGAIN]
     assert reader.get([key]) == [OK]
     assert reader.value(0) == b"n" * SIZE
-
-
-@pytest.mark.stress  # 30 to 130 s: connections that nobody answers
-@pytest.mark.skipif(link.available() is not None, reason=str(link.available()))
-def test_a_link_that_crawls_and_is_cut_ends_its_reads_after_mooncake_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mooncake drops a connection without progress after 30 s, here 5; what crawls makes progress."""
-    for name in ("PROGRESS", "STATUS"):
-        monkeypatch.setenv(f"MC_TCP_{name}_TIMEOUT_SEC", "5")
-    with LimitedLink(rate_mbit=4, burst_kib=16) as crawling, cluster(over=crawling) as store:
-        reader = Reader(store.config)
-        assert reader.get(list(values("a"))) == [OK] * 8, "1 s"
-        assert [reader.value(number) for number in range(8)] == list(values("a").values())
-        with ThreadPoolExecutor() as pool:
-            # From the last to the first, so that each is a transfer of its own: they fail some at a time.
-            get = pool.submit(reader.get, list(values("a"))[::-1])
-            wait([get], 0.5)
-            shut = [
-                "tc",
-                "qdisc",
-                "replace",
-                "dev",
-                "far0",
-                "root",
-                "tbf",
-                "rate",
-                "8bit",
-                "burst",
-                "1",
-                "latency",
-                "1ms",
-            ]
-            subprocess.run(crawling.in_namespace(shut), check=True)
-            assert TRANSFER in get.result(200)

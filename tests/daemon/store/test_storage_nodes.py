@@ -60,17 +60,17 @@ def test_nothing_is_refused_or_read_apart_while_no_get_is_late() -> None:
 
 def test_the_one_node_of_a_late_get_is_left_alone_until_it_returns() -> None:
     reading = Reading()
-    outcome: list[list[ErrorClass]] = []
-    reading.behind("a1", "a2", then=lambda: outcome.append(reading.read("b1", "a3", "ab1", ".1")))
-    assert outcome == [[OK, REFUSED, REFUSED, OK]], "which of its replicas a get reads nobody knows before"
+
+    def then() -> None:
+        found = reading.read("b1", "a3", "ab1", ".1")
+        assert found == [OK, REFUSED, REFUSED, OK], "which of its replicas a get reads nobody knows before"
+        assert reading.read("a4") == [REFUSED]
+        assert reading.nodes.aside() == {"a"}, "look-ups know it, too"
+
+    reading.behind("a1", "a2", then=then)
     assert reading.calls[1:] == [["b1", ".1"]]
+    assert reading.nodes.aside() == frozenset()
     assert reading.read("a3") == [OK]
-
-
-def test_nothing_is_called_for_keys_of_a_node_that_hangs_alone() -> None:
-    reading = Reading()
-    reading.behind("a1", then=lambda: assert_equal(reading.read("a2", "a3"), [REFUSED] * 2))
-    assert reading.calls == [["a1"]]
 
 
 def test_of_several_nodes_of_a_late_get_those_that_deliver_are_found() -> None:
@@ -226,9 +226,3 @@ def test_each_node_that_is_put_aside_and_comes_back_has_one_line_for_each() -> N
         reading.read("a1", "a2")
     assert [(line["event"], line["owners"]) for line in lines] == [("owner.aside", "a"), ("owner.back", "a")]
     assert lines[1]["waited_s"] == 7.0
-
-
-def test_look_ups_know_of_the_node_that_hangs() -> None:
-    reading = Reading()
-    reading.behind("a1", then=lambda: assert_equal(reading.nodes.aside(), {"a"}))
-    assert reading.nodes.aside() == frozenset()

@@ -102,17 +102,12 @@ def unavailable(store: Store) -> bool:
     ("code", "kind"),
     [
         (0, ErrorClass.OK),
-        (65536, ErrorClass.OK),
         (-704, ErrorClass.MISS),
         (-703, ErrorClass.RETRY),
-        (-707, ErrorClass.LOOKUP_AGAIN),
         (-900, ErrorClass.TRANSIENT),
         (-1101, ErrorClass.TRANSFER),
         (-1399, ErrorClass.TRANSFER),
-        (-801, ErrorClass.CORRUPT),
-        (-600, ErrorClass.BUG),
         (-200, ErrorClass.NO_SPACE),
-        (-706, ErrorClass.WRITE),
         (-31337, ErrorClass.TRANSIENT),
     ],
 )

@@ -125,14 +125,6 @@ def test_should_tell_an_object_of_another_size(real: Opened, size: int) -> None:
     assert store.exist(["f@00"]) == [True]
 
 
-def test_should_remove_leased_values_by_key(real: Opened) -> None:
-    store, _, base, _ = real
-    store.put_from(["r@00", "r@01", "r@02"], [base] * 3, [BLOCK] * 3)
-    assert all(store.exist(["r@00", "r@01", "r@02"]))
-    assert store.remove(["r@00", "r@02", "none@00"]) == (2, 0)
-    assert store.exist(["r@00", "r@01", "r@02"]) == [False, True, False]
-
-
 Joined = tuple[LabStore, Store, int]
 
 
