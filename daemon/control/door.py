@@ -103,13 +103,11 @@ class Door:
 
 
 def _listen_on(port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((LOOPBACK, port))
-        sock.listen(128)
-        sock.setblocking(False)
+        sock = socket.create_server((LOOPBACK, port), backlog=128)
     except OSError as error:
-        sock.close()
-        raise ConfigError(f"hints_port: cannot be bound: {error.strerror}: hints_port={port}; 0 for none") from None
+        raise ConfigError(
+            f"hints_port: cannot be bound: {os.strerror(error.errno or 0)}: hints_port={port}; 0 for none"
+        ) from None
+    sock.setblocking(False)
     return sock

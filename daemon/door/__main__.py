@@ -33,12 +33,7 @@ class _Task(WSGITask):  # type: ignore[misc]
 
     def get_environment(self) -> dict[str, Any]:
         environ: dict[str, Any] = super().get_environment()
-        sock: socket.socket = self.channel.socket
-        environ[CALLER] = None
-        if sock.family == socket.AF_UNIX:
-            credentials = credentials_of(sock)
-            environ[CALLER] = Caller(uid=credentials.uid, groups=sorted(credentials.groups)[:256])
-        return environ
+        return environ | {CALLER: self.channel.caller}
 
 
 class _Channel(HTTPChannel):  # type: ignore[misc]
@@ -48,7 +43,10 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
 
     def __init__(self, server: Any, *arguments: Any, **more: Any) -> None:
         super().__init__(server, *arguments, **more)
-        self.uid = credentials_of(self.socket).uid if self.socket.family == socket.AF_UNIX else -1
+        self.uid, self.caller = -1, None
+        if self.socket.family == socket.AF_UNIX:
+            _, self.uid, groups = credentials_of(self.socket)
+            self.caller = Caller(uid=self.uid, groups=sorted(groups)[:256])
         if len(server.active_channels) > CONNECTIONS:
             waiting = [each for each in server.active_channels.values() if not each.requests]
             [(most, _)] = Counter(each.uid for each in waiting).most_common(1)

@@ -34,7 +34,7 @@ class Connection:
         self._joined = Joined(None)
         self._port: socket.socket | None = None  # bound, so that no other client here gets the port of our name
         self._state = threading.Condition()
-        self._open = False
+        self.is_open = False
         self._in_flight = 0
         self._under_way = False  # Mooncake gave up a transfer that may still go on
         self._breaker = Breaker(clock)
@@ -62,7 +62,7 @@ class Connection:
     def adopt(self, joined: Joined) -> None:
         """Admit calls, to a client that has joined."""
         with self._state:
-            self._joined, self._client, self._open = joined, joined.client, True
+            self._joined, self._client, self.is_open = joined, joined.client, True
 
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
@@ -73,7 +73,7 @@ class Connection:
         """
         goodbye = goodbye and addresses.elected(self._settings.master_server_address) is None
         with self._state:
-            was_open, self._open = self._open, False
+            was_open, self.is_open = self.is_open, False
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
         if was_open and idle and goodbye and not self._under_way:
             self._client.close()
@@ -85,18 +85,14 @@ class Connection:
             self._log.info("store.closed", in_flight=self._in_flight)
 
     @property
-    def is_open(self) -> bool:
-        return self._open
-
-    @property
     def answering(self) -> bool:
         """Whether a call is worth making: the store is open, and its last call did not fail as a whole."""
-        return self._open and self._breaker.closed
+        return self.is_open and self._breaker.closed
 
     @property
     def due_for_probe(self) -> bool:
         """Whether it is time to ask a store that failed whether it is back, or one that nobody asked for a while."""
-        return self._open and (self._breaker.due or (self._breaker.closed and self._breaker.quiet_s >= QUIET_S))
+        return self.is_open and (self._breaker.due or (self._breaker.closed and self._breaker.quiet_s >= QUIET_S))
 
     def suspect(self, what: str) -> None:
         """Open the breaker, as a failed call does: a question to the master is past its deadline."""
@@ -107,7 +103,7 @@ class Connection:
     def _local(self) -> Iterator[Any]:
         """Yield the client, for one call that needs no other process. Raises StoreUnavailable when it is not open."""
         with self._state:
-            if not self._open:
+            if not self.is_open:
                 raise StoreUnavailable("the store is not open")
             self._in_flight += 1
         try:

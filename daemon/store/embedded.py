@@ -239,17 +239,14 @@ def _check_confined() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def _check(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            kind = StoreError if error.errno == errno.EADDRINUSE else ConfigError
-            why = f"{error.strerror}: master_port={port}; another one, or none for a free one"
-            raise kind(f"master_port: cannot be bound: {why}") from None
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        kind = StoreError if error.errno == errno.EADDRINUSE else ConfigError
+        why = f"{os.strerror(error.errno or 0)}: master_port={port}; another one, or none for a free one"
+        raise kind(f"master_port: cannot be bound: {why}") from None

@@ -104,11 +104,5 @@ class MooncakeSettings:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
             raise ConfigError(f"{path}: {first_error(error)}") from None
-        return cls(
-            metadata_server=found.metadata_server,
-            master_server_address=found.master_server_address,
-            protocol=found.protocol,
-            device_name=found.device_name,
-            global_segment_size=0,
-            tenant_id=(found.tenant_id or "").strip() or "default",
-        )
+        kept = found.model_dump(include={"metadata_server", "master_server_address", "protocol", "device_name"})
+        return cls(**kept, global_segment_size=0, tenant_id=(found.tenant_id or "").strip() or "default")
