@@ -27,7 +27,7 @@ from kvprefetch.daemon.control.door import Door as Sockets
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Bad
 from kvprefetch.daemon.door.link import Link
 from kvprefetch.daemon.door.messages import MAX_ANSWERS, Messages
-from kvprefetch.shmring.wire.admin import Caller, EngineQuery, Outcome
+from kvprefetch.shmring.wire.admin import Announce, Caller, EngineQuery, Outcome
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.records import session_digest
 from tests.daemon.cli.test_mode import switch
@@ -311,15 +311,11 @@ def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
     with effective_user(OTHER):
         assert Door(daemon.socket).ask("GET", "/v1/kv_hints/m")[0] == 200
     assert Door(daemon.socket).ask("GET", "/v1/kv_hints/m")[0] == 404, "a message is its caller's"
-    assert "descriptor" in ask(daemon.socket, _announcement(), Refused, uid=0).error
+    without = Announce(
+        caller=Caller(uid=0, groups=[]), number=1, name="m", engine="e", epoch=1, hashes=1, hash_bytes=32
+    )
+    assert "descriptor" in ask(daemon.socket, without, Refused, uid=0).error
     theirs.close()
-
-
-def _announcement() -> Any:
-    from kvprefetch.shmring.wire.admin import Announce, Caller
-
-    caller = Caller(uid=0, groups=[])
-    return Announce(caller=caller, number=1, name="m", engine="e", epoch=1, hashes=1, hash_bytes=32)
 
 
 def test_lmcache_clients_work_unchanged(serve: Serve) -> None:

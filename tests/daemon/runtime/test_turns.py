@@ -18,7 +18,7 @@ from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.announcing import announced, joined
-from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, block, make_epoch
+from tests.daemon.engine.epochs import Engine, Pools, block, make_epoch
 
 
 class LoopPools(Pools):
@@ -95,20 +95,6 @@ def test_a_loop_with_nothing_to_do_for_a_while_wakes_up_less_often(turns: Turns)
     turns.engines[0].stage((1, 1), "a")
     turns.loop.turn(now_ns + loop.IDLE_AFTER_NS, 0)
     assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == TICK_NS, "a request waits"
-
-
-def test_the_records_of_an_engine_have_a_time_in_each_turn_and_no_number(
-    turns: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    until: list[int] = []
-    for engine in turns.engines:
-        monkeypatch.setattr(engine.epoch, "drain", until.append)
-    began_ns = time.monotonic_ns()
-    turns.turn()
-    left = [each - began_ns for each in until]
-    assert len(left) == 3
-    assert all(loop.DRAIN_NS <= each < loop.DRAIN_NS + SECOND_NS for each in left)
-    assert loop.DRAIN_NS < TICK_NS
 
 
 def test_what_becomes_of_many_announcements_is_told_a_few_in_a_turn(turns: Turns) -> None:

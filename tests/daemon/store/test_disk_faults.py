@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,15 @@ def test_of_values_with_padding_only_lost_pages_of_what_is_written_cost_blocks(
     engine.close()
 
 
+@contextmanager
+def watched(folder: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[DiskWatch]:
+    fd = os.open(folder, os.O_RDONLY)
+    watch = DiskWatch(folder, fd, clock)
+    yield watch
+    watch.close()
+    os.close(fd)
+
+
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "tmpfs"
@@ -109,18 +120,15 @@ def test_what_is_wrong_with_the_folder_is_named(tmpfs: Path) -> None:
     def mount(options: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{options}", tmpfs], check=True)
 
-    fd = os.open(tmpfs, os.O_RDONLY)
-    watch = DiskWatch(tmpfs, fd)
-    assert watch.probe() == ""
-    mount("size=150m")
-    assert "free=150 MiB min=256 MiB" in watch.probe()
-    mount("size=400m,ro")
-    assert "Read-only file system" in watch.probe()
-    mount("rw")
-    assert watch.probe() == ""
-    assert os.listdir(tmpfs) == []
-    watch.close()
-    os.close(fd)
+    with watched(tmpfs) as watch:
+        assert watch.probe() == ""
+        mount("size=150m")
+        assert "free=150 MiB min=256 MiB" in watch.probe()
+        mount("size=400m,ro")
+        assert "Read-only file system" in watch.probe()
+        mount("rw")
+        assert watch.probe() == ""
+        assert os.listdir(tmpfs) == []
 
 
 def test_a_file_system_with_less_room_than_the_tier_s_size_is_logged(serve: Callable[..., Daemon], tmpfs: Path) -> None:
@@ -137,13 +145,10 @@ def test_a_file_system_with_less_room_than_the_tier_s_size_is_logged(serve: Call
 
 def test_a_folder_that_another_took_the_place_of_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    fd = os.open(tmp_path / "disk", os.O_RDONLY)
-    watch = DiskWatch(tmp_path / "disk", fd)
-    (tmp_path / "disk").rename(tmp_path / "away")
-    (tmp_path / "disk").mkdir()
-    assert "another folder is there now" in watch.probe()
-    watch.close()
-    os.close(fd)
+    with watched(tmp_path / "disk") as watch:
+        (tmp_path / "disk").rename(tmp_path / "away")
+        (tmp_path / "disk").mkdir()
+        assert "another folder is there now" in watch.probe()
 
 
 def test_a_disk_that_keeps_its_callers_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +162,10 @@ def test_a_disk_that_keeps_its_callers_is_logged(tmp_path: Path, monkeypatch: py
         return ""
 
     monkeypatch.setattr(DiskWatch, "probe", hang)
-    fd = os.open(tmp_path, os.O_RDONLY)
-    watch = DiskWatch(tmp_path, fd, lambda: now[0])
-    assert looking.wait(5)
-    assert watch.fault == ""
-    now[0] = HUNG_S + 1
-    assert "no answer for 30 s" in watch.fault
-    answer.set()
-    eventually(lambda: not watch.fault, what="the answer")
-    watch.close()
-    os.close(fd)
+    with watched(tmp_path, lambda: now[0]) as watch:
+        assert looking.wait(5)
+        assert watch.fault == ""
+        now[0] = HUNG_S + 1
+        assert "no answer for 30 s" in watch.fault
+        answer.set()
+        eventually(lambda: not watch.fault, what="the answer")

@@ -107,14 +107,8 @@ def test_should_put_find_and_get_the_same_bytes(real: Opened) -> None:
 
 def test_should_refuse_a_key_that_stands_twice_in_a_get(real: Opened) -> None:
     """Mooncake 0.3.13 fills the last destination only, and says OK for both; 0.3.14 fills both."""
-    store, _, base, area = real
-    area[: 3 * BLOCK] = b"d" * BLOCK + b"." * 2 * BLOCK
-    store.put_from(["d@00"], [base], [BLOCK])
-    twice = (["d@00"] * 2, [base + BLOCK, base + 2 * BLOCK], [BLOCK] * 2)
     with pytest.raises(ValueError, match="twice"):
-        store.get_into(*twice)
-    assert real.client.batch_get_into(*twice) == [BLOCK] * 2
-    assert [area[BLOCK : BLOCK + 1], area[2 * BLOCK : 2 * BLOCK + 1]] in ([b".", b"d"], [b"d", b"d"])
+        real.store.get_into(["d@00"] * 2, [real.base, real.base + BLOCK], [BLOCK] * 2)
 
 
 @pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 2])
