@@ -71,10 +71,6 @@ class Group:
     def complete(self) -> bool:
         return len(self.members) == self.world_size + 1
 
-    def has_place(self, hello: Hello) -> bool:
-        """Whether a process with this hello is missing."""
-        return (hello.role, hello.rank) not in self.members and not self.placed
-
     def join(self, peer: Peer, hello: Hello, now_ns: int) -> None:
         """Add a process. Raises ProtocolError where it differs from the engine's other processes."""
         if hello.world_size != self.world_size or peer.credentials.uid != self.uid:

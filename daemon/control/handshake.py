@@ -47,7 +47,7 @@ class Handshake:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
-        if not group.has_place(hello):
+        if group.placed or (hello.role, hello.rank) in group.members:
             self._connections.refuse(peer, f"already attached: role={hello.role} rank={hello.rank}", final=False)
             self._connections.close(peer)
             return
