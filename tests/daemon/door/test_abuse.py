@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +26,11 @@ from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Caller
 from tests.daemon.door.test_door import announce, message
-from tests.daemon.stores import engine_with
+from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
+from tests.lab.passes import percentile
+from tests.support.fake_engine import FakeEngine
+from tests.support.package import ROOT
 from tests.support.waiting import eventually
 
 Serve = Callable[..., Daemon]
@@ -121,6 +127,90 @@ def test_a_flood_of_prompts_that_never_come_leaves_hints_their_time(serve: Serve
             thread.join()
     assert set(statuses) <= {202, 429}
     assert len(statuses) * MAX_ACTIONS > 500
+    flooded.close()
+    neighbour.close()
+
+
+# Offers a thousand prompts a second, from a process of its own; at its end it prints how many had an answer.
+FLOOD = """
+import json, sys, threading, time
+from pathlib import Path
+from kvprefetch.client.door import Door
+from tests.daemon.door.test_door import message
+path, size, threads, hashes = Path(sys.argv[1]), 16, 64, sys.argv[2:]
+statuses = []
+def flood(name):
+    door, number, began = Door(path), 0, time.monotonic()
+    while True:
+        time.sleep(max(0.0, began + number * size * threads / 1000 - time.monotonic()))
+        number += 1
+        prompt = {"block_hashes": hashes[: 1 + number % 32], "engine": "flooded", "ttl_ms": 1000}
+        statuses.append(door.ask("POST", "/v1/kv_hints", message(f"{name}-{number}", *[prompt] * size))[0])
+for name in range(threads):
+    threading.Thread(target=flood, args=(name,), daemon=True).start()
+began = time.monotonic()
+sys.stdin.read()
+count, refused, s = len(statuses), statuses.count(429), time.monotonic() - began
+print(f"{count * size / s:.0f} answered a second, {refused / count:.0%} refused")
+"""
+
+
+# Computes as a neighbour would: what any process costs the requests of a machine with two cores.
+COMPUTE = """
+import os, sys, threading
+os.nice(10)
+def compute():
+    while True:
+        pass
+threading.Thread(target=compute, daemon=True).start()
+print("computing", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.stress
+def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
+    """More announcements of what never comes than the door takes; printed: how soon hinted requests are answered.
+
+    Beside the door, and beside a process that computes with the door's priority.
+    """
+    daemon, size, own = serve(memory="512MiB", staging="24MiB"), 256 << 10, list[dict[bytes, bytes]]()
+    flooded, values = engine_with(daemon, "flooded", 32)
+    neighbour = FakeEngine(daemon.socket, engine_id="neighbour", prefix="neighbour", block_bytes=size)
+    for number in range(16):  # more than staging has room for: each request fetches its prompt
+        digests = [hashlib.sha256(f"{number}-{block}".encode()).digest() for block in range(16)]
+        own.append({digest: digest * (size // 32) for digest in digests})
+        neighbour.save(own[-1])
+        stored(daemon, 32 + 16 * len(own))
+
+    def times(name: str, count: int = 1000) -> dict[str, list[float]]:
+        for number in range(count):
+            prompt = own[number % len(own)]
+            assert neighbour.load(list(prompt), name=f"{name}{number}") == list(prompt.values())
+        said = [line for line in daemon.records("request.done") if line["request_id"].startswith(name)]
+        assert len(said) > 0.9 * count, "the last ones are about to come"
+        return {field: sorted(line[field] for line in said) for field in ("hint_seen_ms", "answered_ms")}
+
+    times("warm", 100)
+    found = {"quiet": times("quiet")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=pipe, stdout=pipe, text=True) as neighbours:
+        assert neighbours.stdout is not None
+        assert neighbours.stdout.readline() == "computing\n"
+        found["beside a process that computes"] = times("computed")
+        neighbours.communicate()
+    command = [sys.executable, "-c", FLOOD, str(daemon.socket), *(digest.hex() for digest in values)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as flood:
+        eventually(lambda: daemon.records("announcement.done"), what="the flood has begun")
+        found["busy"] = times("busy")
+        said = flood.communicate()[0]
+    print(said)
+    for name, each in found.items():
+        print(name, {field: [round(percentile(ms, at), 1) for at in (0.5, 0.9, 0.99, 1)] for field, ms in each.items()})
+    assert "% refused" in said
+    assert percentile(found["busy"]["answered_ms"], 0.99) < 3 * percentile(found["quiet"]["answered_ms"], 0.99) + 20
+    computed = percentile(found["beside a process that computes"]["answered_ms"], 0.99)
+    assert percentile(found["busy"]["answered_ms"], 0.99) < 2 * computed + 10
     flooded.close()
     neighbour.close()
 
