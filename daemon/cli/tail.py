@@ -120,56 +120,35 @@ def log_source_name(arguments: Arguments) -> str:
     return "standard input" if arguments.file in (None, "-") else str(arguments.file)
 
 
-def _not_empty(source: Generator[bytes, None, None], where: str) -> Generator[bytes, None, None]:
-    """Yield the lines. Raises Unavailable at the end of a source without any."""
-    empty = True
-    with contextlib.closing(source):
-        for line in source:
-            empty = False
-            yield line
-    if empty:
-        raise Unavailable(f"{where} has no entries: it may be of another name, or not for this user to read")
+def lines(arguments: Arguments, *, following: bool = False, last: int | None = None) -> Generator[bytes, None, None]:
+    """Yield the chosen log's lines, from the `last` ones on; with `following` they do not end.
 
-
-@contextlib.contextmanager
-def lines(
-    arguments: Arguments, *, following: bool = False, last: int | None = None
-) -> Iterator[Generator[bytes, None, None]]:
-    """Open the chosen log and yield its lines, from the `last` ones on; with `following` they do not end.
-
-    Raises ConfigError when the user named no log, and Unavailable when nobody can read it.
+    Raises ConfigError when the user named no log, and Unavailable when nobody can read it, or a journal has none.
     """
     name = str(arguments.file or "-")
     if arguments.journal is not None and arguments.file is not None:
         raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={name!r}")
+    if arguments.journal is None and name == "-" and sys.stdin.isatty():
+        raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")
     with contextlib.ExitStack() as opened:
         try:
             if arguments.journal is not None:
                 source = reader.journal(arguments.journal, following=following, last=last)
                 if last != 0:
-                    source = _not_empty(source, log_source_name(arguments))
+                    if (first := next(source, None)) is None:
+                        why = "it may be of another name, or not for this user to read"
+                        raise Unavailable(f"{log_source_name(arguments)} has no entries: {why}")
+                    yield first
             elif name == "-":
-                if sys.stdin.isatty():
-                    raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")
                 source = reader.stream(sys.stdin.buffer)
             elif last is None and not following:
                 source = reader.stream(opened.enter_context(Path(name).open("rb")))
             else:
                 source = reader.tail(Path(name), 10 if last is None else last, following=following)
+            yield from source
         except OSError as error:
-            raise _unreadable(error, name) from None
-        yield opened.enter_context(contextlib.closing(_read(source, name)))
-
-
-def _read(source: Generator[bytes, None, None], name: str) -> Generator[bytes, None, None]:
-    try:
-        yield from source
-    except OSError as error:
-        raise _unreadable(error, name) from None
-
-
-def _unreadable(error: OSError, name: str) -> Unavailable:
-    return Unavailable(f"the log cannot be read: {error.strerror or error}: {error.filename or name!r}")
+            where = error.filename or name
+            raise Unavailable(f"the log cannot be read: {error.strerror or error}: {where!r}") from None
 
 
 def run_otlp(arguments: Arguments) -> int:
@@ -183,12 +162,8 @@ def run_otlp(arguments: Arguments) -> int:
         raise Unavailable(f"--otlp needs OpenTelemetry: pip install 'kvprefetch[otel]': {error}") from None
     exporter = Exporter(arguments.otlp)
     try:
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            to_the_end(arguments),
-            lines(arguments, following=arguments.follow, last=arguments.lines) as log,
-        ):
-            for record in reader.records(log):
+        with contextlib.suppress(KeyboardInterrupt), to_the_end(arguments):
+            for record in reader.records(lines(arguments, following=arguments.follow, last=arguments.lines)):
                 if record["event"] == "request.done" and wanted(record, arguments):
                     exporter.add(record)
                     if arguments.follow or arguments.file in (None, "-"):
@@ -211,12 +186,8 @@ def run_tail(arguments: Arguments) -> int:
         if not any(fnmatchcase(event, name) for event in EVENTS):
             print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
     colour = pretty.wants_colour(sys.stdout)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        to_the_end(arguments),
-        lines(arguments, following=arguments.follow, last=arguments.lines) as log,
-    ):
-        for line in log:
+    with contextlib.suppress(KeyboardInterrupt), to_the_end(arguments):
+        for line in lines(arguments, following=arguments.follow, last=arguments.lines):
             record = reader.parse(line)
             if record is None:
                 if everything and not arguments.json:
@@ -257,8 +228,8 @@ def wanted(record: Record, arguments: Arguments) -> bool:
 
 
 def run_explain(arguments: Arguments) -> int:
-    with contextlib.suppress(KeyboardInterrupt), lines(arguments) as log:
-        found = explain(arguments.request, log, where=log_source_name(arguments))
+    with contextlib.suppress(KeyboardInterrupt):
+        found = explain(arguments.request, lines(arguments), where=log_source_name(arguments))
         if arguments.json:
             lives = [life._asdict() | {"spans": [span._asdict() for span in life.spans]} for life in found]
             show({"requests": lives})

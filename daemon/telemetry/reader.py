@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -31,22 +30,19 @@ def stream(file: IO[bytes]) -> Generator[bytes, None, None]:
 
 
 def tail(path: Path, last: int, *, following: bool) -> Generator[bytes, None, None]:
-    """Yield the last `last` lines of a file, and with `following` what comes, across rotations, for ever: tail(1).
+    """Return the last `last` lines of a file, and with `following` what comes, across rotations, for ever: tail(1).
 
     Raises OSError where the file cannot be read at first.
     """
     path.open("rb").close()
     command = ["tail", "-n", str(last), *(["-F"] if following else []), "--", str(path)]
-    with contextlib.closing(_said(command, subprocess.DEVNULL)) as lines:  # it tells of rotations there
-        yield from lines
+    return _said(command, subprocess.DEVNULL)  # it tells of rotations there
 
 
 def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes, None, None]:
-    """Yield the messages of a systemd unit. Raises OSError when there is no journalctl."""
+    """Return the messages of a systemd unit. Raises OSError at the first one when there is no journalctl."""
     command = ["journalctl", "--quiet", "--output=cat", f"--unit={unit}"]
-    command += [f"--lines={'all' if last is None else last}", "--follow" if following else "--no-pager"]
-    with contextlib.closing(_said(command)) as lines:
-        yield from lines
+    return _said([*command, f"--lines={'all' if last is None else last}", "--follow" if following else "--no-pager"])
 
 
 def _said(command: Sequence[str], errors: int | None = None) -> Generator[bytes, None, None]:
