@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
 from ...client import Announced, Busy, Client, Prompt, Unavailable
-from ..door.envelope import MAX_ACTIONS
+from ...shmring.wire.checks import ACTION, ACTION_VERSION
+from ..door.envelope import MAX_ACTIONS, Action, Bad, payload
 from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
-from .prompts import Listed, read
 
 PAGE = SocketPage(
     "stage the blocks of prompts before anybody asks for them",
@@ -40,7 +41,9 @@ PAGE = SocketPage(
     also="docs/HINTS.md, kvprefetchd store",
 )
 EX_DATA, EX_INTERRUPTED = 65, 130
+MAX_LINE_BYTES = 8 << 20
 AT_ONCE_BYTES = 4 << 20  # of the lines of one message
+FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of earlier releases
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
 ANSWER_S = 30.0  # the door hashes all prompts of a message first
@@ -62,8 +65,8 @@ def run(arguments: Arguments) -> int:
     sender = Sender(client, arguments.engine, arguments.ttl * 1000, progress=sys.stderr.isatty())
     try:
         with opened(arguments.file) as file:
-            for line in read(file):
-                sender.add(line)
+            for number, line in lines(file):
+                sender.add(number, line)
             sender.flush()
     except KeyboardInterrupt:
         return _ended(sender, arguments, EX_INTERRUPTED)
@@ -104,14 +107,15 @@ class Sender:
         self.refused: list[tuple[int, str]] = []
         self.counts: Counter[str] = Counter()
 
-    def add(self, line: Listed) -> None:
+    def add(self, number: int, line: bytes) -> None:
         """Add a line, which may be a bad one."""
         self.lines += 1
-        if line.prompt is None:
-            self.bad.append((line.number, line.error))
+        try:
+            self._waiting.append((number, parse(line)))
+        except ValueError as error:
+            self.bad.append((number, str(error)))
             return
-        self._waiting.append((line.number, line.prompt))
-        self._bytes += line.size
+        self._bytes += len(line)
         if len(self._waiting) == MAX_ACTIONS or self._bytes > AT_ONCE_BYTES:
             self.flush()
 
@@ -164,6 +168,37 @@ def counted(counts: Counter[str]) -> str:
         f"{counts['asked']} blocks: {counts['staged'] + counts['started']} found ({counts['staged']} staged already, "
         f"{counts['fetched']} fetched, {counts['no_room']} without room{failed}), {counts['missing']} not in the store"
     )
+
+
+def parse(line: bytes) -> Prompt:
+    """Parse one line. Raises ValueError in one line, with field, value and bound."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"too long: max_bytes={MAX_LINE_BYTES}")
+    try:
+        raw: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if isinstance(raw, list):  # short for the object with one field
+        raw = {"block_hashes" if any(isinstance(each, str) for each in raw) else "token_ids": raw}
+    if not isinstance(raw, dict):
+        raise ValueError("a list or an object is wanted")
+    found: dict[str, Any] = {FORMER.get(str(name), str(name)): value for name, value in raw.items()}
+    try:
+        return payload(Action(action_id="line", action_type=ACTION, action_version=ACTION_VERSION, payload=found))
+    except Bad as error:
+        raise ValueError(str(error).removeprefix("action line: ")) from None
+
+
+def lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not empty; of one that is too long only the beginning, too long as
+    well."""
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number, rest = number + 1, line
+        while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+            pass
+        if line.strip():
+            yield number, line
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,10 +14,8 @@ import pytest
 
 from kvprefetch.client import Client, Prompt
 from kvprefetch.client.door import Door
-from kvprefetch.daemon.cli import prompts
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.cli.prefetch import Sender
-from kvprefetch.daemon.cli.prompts import Listed
+from kvprefetch.daemon.cli.prefetch import MAX_LINE_BYTES, Sender, lines, parse
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.stores import blocks, engine_with, request_line, stored
 from tests.lab.daemon import Daemon
@@ -87,7 +86,7 @@ def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
     daemon = serve()
     engine = FakeEngine(daemon.socket, prefix="many")
     sender = Sender(Client(daemon.socket, timeout_s=60), "", 1000, progress=False)
-    sender.add(Listed(1, 100, Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 3)])))
+    sender.add(1, listing(list(blocks("nowhere", 3))).encode())
     sender.flush()
     assert (sender.counts["missing"], sender.refused) == (3, [])
     engine.close()
@@ -185,13 +184,15 @@ def test_only_where_it_can_be_done(serve: Serve, tmp_path: Path, capsys: pytest.
         ('["ab", 7]', ["block_hashes.1", "7"]),
         ("[]", ["token_ids", "at least 1"]),
         ("[" * 100_000, ["not JSON"]),
-        ("[" + "1, " * prompts.MAX_LINE_BYTES + "1]", [f"too long: max_bytes={prompts.MAX_LINE_BYTES}"]),
+        ("[" + "1, " * MAX_LINE_BYTES + "1]", [f"too long: max_bytes={MAX_LINE_BYTES}"]),
     ],
 )
 def test_a_bad_line_is_one_error_and_the_next_ones_count(line: str, words: list[str]) -> None:
-    bad, good = prompts.read(io.BytesIO(f'\n{line}\n  \n{{"hashes": ["abab"], "ttl_ms": 5}}'.encode()))
-    wanted = Prompt(block_hashes=["abab"], ttl_ms=5)
-    assert (bad.number, bad.prompt, good) == (2, None, prompts.Listed(4, good.size, wanted))
-    assert len(bad.error.splitlines()) == 1
+    file = io.BytesIO(f'\n{line}\n  \n{{"hashes": ["abab"], "ttl_ms": 5}}'.encode())
+    (number, bad), (next_number, good) = lines(file)
+    assert (number, next_number, parse(good)) == (2, 4, Prompt(block_hashes=["abab"], ttl_ms=5))
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        parse(bad)
+    assert len(str(error.value).splitlines()) == 1
     for word in words:
-        assert word in bad.error
+        assert word in str(error.value)
