@@ -13,9 +13,7 @@ from typing import Any, TypeAlias, get_args
 import click
 from pydantic.fields import FieldInfo
 
-from ...client.control import SYSTEM_SOCKET, TIMEOUT_S, ask, find_socket
-from ...shmring.wire.admin import Report
-from ...shmring.wire.codec import Message
+from ...client.control import SYSTEM_SOCKET, find_socket
 from ..config.machine import machine_bytes
 from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
@@ -156,10 +154,3 @@ def show(fields: Mapping[str, Any], *, ok: bool = True, problems: Iterable[str] 
     status 0, and what is wrong in sentences. Its own fields are beside them."""
     command = click.get_current_context().command_path.partition(" ")[2]
     print(json.dumps({"command": command, "ok": ok, "problems": list(problems), **fields}, indent=2))
-
-
-def command_daemon(command: Message, socket: Path, timeout_s: float = TIMEOUT_S) -> int:
-    """Send an admin command and print the daemon's report. Returns exit status 0 when the daemon did it, else 1."""
-    report = ask(socket, command, Report, timeout_s)
-    print(report.text)
-    return 0 if report.ok else 1

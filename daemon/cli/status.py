@@ -8,7 +8,7 @@ import click
 
 from ...client import Client
 from ...client.control import ask
-from ...shmring.wire.admin import Reload, Segments, SetMode, StatQuery
+from ...shmring.wire.admin import Reload, Report, Segments, SetMode, StatQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
 from .common import (
@@ -16,7 +16,6 @@ from .common import (
     Arguments,
     Real,
     SocketPage,
-    command_daemon,
     declare,
     flag,
     option,
@@ -117,8 +116,8 @@ def add(commands: Group) -> None:
         socket,
     )
     declare(commands, "stat", run_stat, STAT, flag("--json", "no effect: it prints nothing else"), socket)
-    declare(commands, "reload", run_reload, RELOAD, socket)
-    declare(commands, "mode", run_mode, MODE, click.Argument(["mode"], type=click.Choice(get_args(Mode))), socket)
+    declare(commands, "reload", run_command, RELOAD, socket)
+    declare(commands, "mode", run_command, MODE, click.Argument(["mode"], type=click.Choice(get_args(Mode))), socket)
 
 
 def run_status(arguments: Arguments) -> int:
@@ -148,9 +147,9 @@ def run_stat(arguments: Arguments) -> int:
     return 0
 
 
-def run_mode(arguments: Arguments) -> int:
-    return command_daemon(SetMode(mode=arguments.mode), arguments.socket)
-
-
-def run_reload(arguments: Arguments) -> int:
-    return command_daemon(Reload(), arguments.socket)
+def run_command(arguments: Arguments) -> int:
+    """Send `mode` or `reload`, and print the daemon's report."""
+    mode = getattr(arguments, "mode", None)
+    report = ask(arguments.socket, Reload() if mode is None else SetMode(mode=mode), Report)
+    print(report.text)
+    return 0 if report.ok else 1
