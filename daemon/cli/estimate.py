@@ -57,12 +57,6 @@ def add(commands: Group) -> None:
     )
 
 
-def times(wait_s: float, fetch_s: float, recompute_s: float | None) -> dict[str, float]:
-    """Return how long a request takes until all KV of its stored prefix is there, by way, in seconds."""
-    known = {"local": wait_s, "kvprefetch": max(wait_s, fetch_s), "on_demand": wait_s + fetch_s}
-    return known if recompute_s is None else known | {"recomputed": wait_s + recompute_s}
-
-
 def run(arguments: Arguments) -> int:
     if (arguments.model is None) == (arguments.token_bytes is None):
         raise ConfigError("estimate: name one of --model and --token-bytes")
@@ -70,7 +64,10 @@ def run(arguments: Arguments) -> int:
     wait_s = arguments.waiting * arguments.service / arguments.running
     fetch_s = count * 8 / (arguments.link * 1e9)
     recompute_s = arguments.tokens / arguments.prefill if arguments.prefill else None
-    found, hidden = times(wait_s, fetch_s, recompute_s), min(wait_s, fetch_s) / fetch_s
+    # How long a request takes until all KV of its stored prefix is there, by way.
+    found = {"local": wait_s, "kvprefetch": max(wait_s, fetch_s), "on_demand": wait_s + fetch_s}
+    found |= {"recomputed": wait_s + recompute_s} if recompute_s is not None else {}
+    hidden = min(wait_s, fetch_s) / fetch_s
     if arguments.json:
         parts = {"wait_s": wait_s, "fetch_s": fetch_s, "recompute_s": recompute_s, "bytes": count}
         show(parts | {"times_s": found, "hidden": hidden})
