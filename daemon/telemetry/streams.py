@@ -14,7 +14,6 @@ import stat
 import sys
 import threading
 import time
-from collections import deque
 
 PIECE_BYTES = 1 << 16
 LIMIT_BYTES = 4 << 20  # of lines that wait for their reader
@@ -98,8 +97,7 @@ class LogWriter:
         self._fd = fd
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._lines: deque[bytes] = deque()
-        self._waiting = 0
+        self._waiting = bytearray()  # lines, the first one perhaps written in part
         self.lost_lines = 0
         self._reported_lost = 0  # of these, by take_lost()
         self._gone = False
@@ -110,11 +108,10 @@ class LogWriter:
         """Write one line, or keep it until there is room, or lose it."""
         data = line.encode(errors="replace") + b"\n"
         with self._lock:
-            if self._gone or self._waiting + len(data) > self._limit:
+            if self._gone or len(self._waiting) + len(data) > self._limit:
                 self.lost_lines += 1
             else:
-                self._lines.append(data)
-                self._waiting += len(data)
+                self._waiting += data
             self._write_waiting()
 
     debug = info = warning = error = msg = write  # structlog calls the one of the line's level
@@ -129,34 +126,28 @@ class LogWriter:
         deadline = time.monotonic() + timeout_s
         while True:
             self.tick()
-            if not self._lines or time.monotonic() >= deadline:
+            if not self._waiting or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
 
     def take_lost(self) -> int:
         """Return how many lines were lost since the last call; 0 as long as lines wait, or when the reader is gone."""
         with self._lock:
-            if self._lines or self._gone:
+            if self._waiting or self._gone:
                 return 0
             lost, self._reported_lost = self.lost_lines - self._reported_lost, self.lost_lines
         return lost
 
     def _write_waiting(self) -> None:
-        while self._lines and self._poll.poll(0):
-            line = self._lines.popleft()
-            self._waiting -= len(line)
+        while self._waiting and self._poll.poll(0):
+            # Whole lines where they fit: another writer's would come between the parts of one.
+            end = self._waiting.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
             try:
-                count = os.write(self._fd, line[: select.PIPE_BUF])
+                count = os.write(self._fd, self._waiting[:end])
             except BlockingIOError:
-                count = 0
+                return
             except OSError:  # the reader is gone for good
                 self._gone = True
-                self.lost_lines += len(self._lines) + 1
-                self._lines.clear()
-                self._waiting = 0
-                return
-            if count < len(line):
-                self._lines.appendleft(line[count:])
-                self._waiting += len(line) - count
-                if count == 0:
-                    return
+                self.lost_lines += self._waiting.count(b"\n")
+                count = len(self._waiting)
+            del self._waiting[:count]
