@@ -39,8 +39,8 @@ class Floods:
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._since: dict[tuple[str, str], int] = {}
-        self._held: dict[tuple[str, str], tuple[dict[str, Any], int]] = {}
+        # By event and engine: the last line's time, and those held back since: the last one, and how many.
+        self._seen: dict[tuple[str, str], tuple[int, dict[str, Any] | None, int]] = {}
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if line["event"] not in FLOODS or "suppressed" in line:
@@ -48,40 +48,24 @@ class Floods:
         key = (str(line["event"]), str(line.get("engine", "")))
         now = self._clock_ns()
         with self._lock:
-            since = self._since.get(key)
-            if since is None or (now - since >= FLOOD_NS and key not in self._held):
-                self._since[key] = now
+            since, held, count = self._seen.get(key, (now - FLOOD_NS, None, 0))
+            if now - since >= FLOOD_NS and held is None:
+                self._seen[key] = (now, None, 0)
                 return line
-            _, count = self._held.get(key, ({}, 0))
-            self._held[key] = (dict(line), count + 1)
+            self._seen[key] = (since, dict(line), count + 1)
         raise structlog.DropEvent
 
     def due(self, *, at_once: bool = False) -> list[dict[str, Any]]:
         """Return the lines to write now, and forget them."""
         now = self._clock_ns()
         with self._lock:
-            over = [key for key, since in self._since.items() if at_once or now - since >= FLOOD_NS]
-            lines = []
-            for key in over:
-                held = self._held.pop(key, None)
+            over = {key: seen for key, seen in self._seen.items() if at_once or now - seen[0] >= FLOOD_NS}
+            for key, (_, held, _) in over.items():
                 if held is None:
-                    del self._since[key]  # quiet for a second: engines come and go, and their keys with them
+                    del self._seen[key]  # quiet for a second: engines come and go, and their keys with them
                 else:
-                    self._since[key] = now
-                    lines.append({**held[0], "suppressed": held[1] - 1})
-        return lines
-
-
-class EventCounts:
-    """A structlog processor: counts lines of level warning and above by event, also those that are held back."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if EVENTS.get(line["event"]) in ("warning", "error") and "suppressed" not in line:
-            self._metrics.add("events", 1, line["event"])
-        return line
+                    self._seen[key] = (now, None, 0)
+        return [{**held, "suppressed": count - 1} for _, held, count in over.values() if held is not None]
 
 
 class Threshold:
@@ -117,6 +101,12 @@ def configure(level: str, metrics: Metrics) -> Log:
     prefix = not terminal and goes_to_journald(sys.stdout, os.environ)
     colour = pretty.wants_colour(sys.stdout)
 
+    def count(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """Count lines of level warning and above by event, also those that are held back."""
+        if EVENTS.get(line["event"]) in ("warning", "error") and "suppressed" not in line:
+            metrics.add("events", 1, line["event"])
+        return line
+
     def render(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> str:
         ordered = {name: line[name] for name in COMMON if name in line} | dict(line)
         if terminal:
@@ -127,7 +117,7 @@ def configure(level: str, metrics: Metrics) -> Log:
     threshold.set(level)
     structlog.configure(
         processors=[
-            EventCounts(metrics),
+            count,
             threshold,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),

@@ -14,8 +14,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.telemetry import logs, pretty
-from kvprefetch.daemon.telemetry.logs import FLOOD_NS, EventCounts, Floods
-from kvprefetch.daemon.telemetry.metrics import Metrics
+from kvprefetch.daemon.telemetry.logs import FLOOD_NS, Floods
 from tests.support.clock import Clock
 from tests.support.command import run
 
@@ -55,17 +54,6 @@ def test_engines_and_events_do_not_hide_each_other_and_other_events_pass() -> No
     assert not say(floods, engine="b")
     assert all(say(floods, event="request.done") for _ in range(50))
     assert [each["engine"] for each in floods.due(at_once=True)] == ["b"]
-
-
-def test_held_back_lines_are_counted_as_events() -> None:
-    metrics = Metrics()
-    counts = EventCounts(metrics)
-    for _ in range(3):
-        counts(None, "warning", {"event": "record.bad"})
-    counts(None, "warning", {"event": "record.bad", "suppressed": 2})
-    counts(None, "info", {"event": "request.done"})
-    assert metrics.totals("events")["record.bad"] == 3
-    assert "request.done" not in metrics.totals("events")
 
 
 def test_a_warning_below_the_level_is_counted() -> None:
