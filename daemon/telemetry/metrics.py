@@ -7,7 +7,7 @@ add one.
 from __future__ import annotations
 
 from collections import Counter as Sums
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,16 +166,12 @@ class Metrics:
         self.show("info", {(__version__,): 1})
         ProcessCollector(registry=self._registry)
 
-    def _make(self, name: str, described: Described) -> Counter | Gauge | Histogram:
+    def _make(self, name: str, described: Described) -> Any:
         kind, meaning, labels, values, _, buckets = described
-        if kind == "gauge":
-            return Gauge(PREFIX + name, meaning, labels, registry=self._registry)
-        made: Counter | Histogram
-        if kind == "counter":
-            made = Counter(PREFIX + name, meaning, labels, registry=self._registry)
-        else:
-            made = Histogram(PREFIX + name, meaning, labels, registry=self._registry, buckets=buckets)
-        for value in (values or _VALUES[labels[0]]) if labels else ():
+        makers: dict[str, Callable[..., Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        more = {"buckets": buckets} if kind == "histogram" else {}
+        made = makers[kind](PREFIX + name, meaning, labels, registry=self._registry, **more)
+        for value in (values or _VALUES[labels[0]]) if labels and kind != "gauge" else ():
             made.labels(value)
         return made
 

@@ -12,7 +12,7 @@ from ..config.sizes import size
 from ..store.fill import StoreFill
 from .causes import label
 from .health import Health
-from .pretty import figure, number, printable
+from .pretty import amount, count, number, printable
 
 Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
@@ -75,37 +75,37 @@ def rates(before: Status | None, now: Status, seconds: float) -> Rates:
     grown = []
     for engine in now.engines:
         old = older.get(engine["epoch"], {})
-        grew = {name: max(0, _int(engine, name) - _int(old, name)) for name in _GROWING}
+        grew = {name: max(0, count(engine, name) - count(old, name)) for name in _GROWING}
         grown.append(grew)
         hints += grew["hints"]
-        fetched_bytes += grew["fetched_blocks"] * _int(engine, "block_bytes")
+        fetched_bytes += grew["fetched_blocks"] * count(engine, "block_bytes")
     return Rates(hints / seconds, fetched_bytes / seconds, hidden_fraction(grown))
 
 
 def hidden_fraction(engines: Sequence[Numbers]) -> float | None:
     """Return the share of look-up and transfer that made no scheduler wait."""
-    transfer = sum(_int(engine, "transfer_ms") for engine in engines)
-    return sum(_int(engine, "hidden_ms") for engine in engines) / transfer if transfer else None
+    transfer = sum(count(engine, "transfer_ms") for engine in engines)
+    return sum(count(engine, "hidden_ms") for engine in engines) / transfer if transfer else None
 
 
 def row(engine: Numbers) -> list[str]:
     """Return one engine's cells, in the order of COLUMNS."""
-    hit, miss = _int(engine, "hit_blocks"), _int(engine, "miss_blocks")
+    hit, miss = count(engine, "hit_blocks"), count(engine, "miss_blocks")
     counts = ("requests", "orders", "blocks_pinned", "slots_idle", "slots_free", "saves_queued", "hints")
     return [
         printable(str(engine.get("engine", "?"))),
-        *(str(_int(engine, name)) for name in counts),
+        *(str(count(engine, name)) for name in counts),
         percent(hit / (hit + miss) if hit + miss else None),
         percent(hidden_fraction([engine])),
         wasted(engine),
-        str(_int(engine, "dropped_hints")),
-        str(_int(engine, "bad_records")),
+        str(count(engine, "dropped_hints")),
+        str(count(engine, "bad_records")),
     ]
 
 
 def wasted(engine: Numbers) -> str:
     """Return the share of fetched blocks that no request loaded."""
-    fetched, unused = _int(engine, "fetched_blocks"), _int(engine, "blocks_wasted") + _int(engine, "slots_unused")
+    fetched, unused = count(engine, "fetched_blocks"), count(engine, "blocks_wasted") + count(engine, "slots_unused")
     return percent(unused / fetched if fetched else None)
 
 
@@ -125,8 +125,8 @@ def store(status: Status) -> list[str]:
     parts: list[str] = []
     if status.store is not None:
         parts.append(filled(StoreFill.model_validate(status.store)))
-    saved = sum(_int(engine, "saved_blocks") for engine in status.engines)
-    if again := sum(_int(engine, "saved_again_blocks") for engine in status.engines):
+    saved = sum(count(engine, "saved_blocks") for engine in status.engines)
+    if again := sum(count(engine, "saved_again_blocks") for engine in status.engines):
         parts.append(f"of {saved} blocks stored {again} had been stored before")
     return [f"store: {'; '.join(parts)}"] if parts else []
 
@@ -149,7 +149,7 @@ def slowest(status: Status) -> list[list[str]]:
     """Return rows of the requests that waited longest: waited, outcome, cause, bytes, how long ago, engine, id."""
     rows = []
     for each in status.slowest:
-        waited, fetched, ago_s = (figure(each, name) or 0.0 for name in ("exposed_ms", "fetched_bytes", "ago_s"))
+        waited, fetched, ago_s = (amount(each, name) for name in ("exposed_ms", "fetched_bytes", "ago_s"))
         outcome, cause, *ids = (
             printable(str(each.get(name, ""))) for name in ("outcome", "cause", "engine", "request_id")
         )
@@ -169,8 +169,8 @@ def refused(status: Status) -> list[str]:
     lines = []
     for each in status.refused:
         engine = f"engine {each['engine']}, " if each.get("engine") else ""
-        who = f"{engine}pid {each.get('pid', '?')}, user {_user(_int(each, 'uid'))}"
-        lines.append(printable(f"refused: {who}, tried {_int(each, 'tries')} times: {each.get('error', '?')}"))
+        who = f"{engine}pid {each.get('pid', '?')}, user {_user(count(each, 'uid'))}"
+        lines.append(printable(f"refused: {who}, tried {count(each, 'tries')} times: {each.get('error', '?')}"))
     return lines
 
 
@@ -179,7 +179,7 @@ def names(status: Status) -> list[str]:
     return [
         printable(
             f"{engine.get('engine', '?')}: {engine.get('model', '?')}, pid {engine.get('pid', '?')}, user "
-            f"{_user(_int(engine, 'uid'))}, for {duration(_int(engine, 'age_s'))}, {engine.get('mode', '?')}; stores "
+            f"{_user(count(engine, 'uid'))}, for {duration(count(engine, 'age_s'))}, {engine.get('mode', '?')}; stores "
             f"under {engine.get('namespace', '?')}"
         )
         for engine in status.engines
@@ -245,8 +245,3 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _int(numbers: Numbers, name: str) -> int:
-    value = numbers.get(name, 0)
-    return value if isinstance(value, int) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...shmring.wire.records import Done, Hint
@@ -43,27 +44,23 @@ class Met(NamedTuple):
     blocks: int
 
 
+@dataclass
 class Trace:
     """Collects the times of one hinted request (CLOCK_MONOTONIC nanoseconds; 0: did not happen)."""
 
-    def __init__(
-        self, hint: Hint, seen_ns: int, kv_groups: int = 1, met: Met | None = None, gap_ns: int | None = None
-    ) -> None:
-        self.kv_groups, self.met, self.gap_ns = kv_groups, met, gap_ns
-        self.request_id = hint.request_id
-        self.arrived_ns = hint.arrival_ns
-        self.hint_seen_ns = seen_ns
-        self.prompt_tokens = hint.prompt_tokens
-        self.trace = hint.trace
-        self.hint_blocks, self.local_blocks = hint.blocks, hint.local_blocks
-        self.looked_up_ns = 0
-        self.asked_ns = 0
-        self.found_blocks = hint.local_blocks
-        self.missing: Missing | None = None  # None: the store did not say
-        self.before = Work()  # at the look-up's answer
-        self.after: Work | None = None  # when the last block was published, or given up
-        self.answered_ns = 0
-        self.staged_blocks = 0  # when it was looked up
+    hint: Hint  # without its hashes
+    hint_seen_ns: int
+    kv_groups: int = 1
+    met: Met | None = None
+    gap_ns: int | None = None
+    looked_up_ns: int = 0
+    asked_ns: int = 0
+    found_blocks: int = 0  # at the look-up's answer, like the next three
+    staged_blocks: int = 0
+    missing: Missing | None = None  # None: the store did not say
+    before: Work = field(default_factory=Work)
+    after: Work | None = None  # when the last block was published, or given up
+    answered_ns: int = 0
 
     def fields(
         self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int, work: Work
@@ -94,11 +91,11 @@ class Trace:
         unseen_ns = max(0, asked + exposed_ns - max(ready, asked)) if request.final and ready and asked else 0
         memory_blocks = request.fetched_blocks - request.disk_blocks
         line = {
-            "request_id": self.request_id,
+            "request_id": self.hint.request_id,
             "outcome": ending.value,
-            "prompt_tokens": self.prompt_tokens,
-            "hint_blocks": self.hint_blocks,
-            "local_blocks": self.local_blocks,
+            "prompt_tokens": self.hint.prompt_tokens,
+            "hint_blocks": self.hint.blocks,
+            "local_blocks": self.hint.local_blocks,
             "found_blocks": self.found_blocks,
             "loaded_blocks": loaded_blocks,
             "kv_groups": self.kv_groups,
@@ -121,21 +118,22 @@ class Trace:
             "unseen_ms": round(unseen_ns / 1e6, 3),
             "missing_blocks": done.missing if done is not None else 0,
             "recompute_ms": round(done.cost_ns / 1e6, 3) if done is not None and done.missing else None,
-            "announced_ms": round((self.arrived_ns - self.met.since_ns) / 1e6, 3) if self.met else None,
+            "announced_ms": round((self.hint.arrival_ns - self.met.since_ns) / 1e6, 3) if self.met else None,
             "announced_blocks": self.met.blocks if self.met else 0,
             "announced_staged": min(self.staged_blocks, self.met.blocks) if self.met else 0,
             "session_gap_ms": round(self.gap_ns / 1e6, 3) if self.gap_ns is not None else None,
             "hidden_fraction": round(hidden, 4) if request.last_byte_ns or loaded_blocks else None,
             **self._reasons(request, work),
         }
-        parent = f"00-{self.trace[:16].hex()}-{self.trace[16:].hex()}-01" if any(self.trace) else None
+        trace = self.hint.trace
+        parent = f"00-{trace[:16].hex()}-{trace[16:].hex()}-01" if any(trace) else None
         return {**line, "cause": cause(line), "traceparent": parent}
 
     def _reasons(self, request: Request, work: Work) -> dict[str, Any]:
         """Return what the cause of a slow request is judged by; `work`: what its lane did until now."""
         missing, failure, after = self.missing or Missing(), request.failure, self.after or work
         moved, busy_ns = after.moved_bytes - self.before.moved_bytes, after.busy_ns - self.before.busy_ns
-        wanted = self.looked_up_ns > 0 and self.found_blocks > self.local_blocks
+        wanted = self.looked_up_ns > 0 and self.found_blocks > self.hint.local_blocks
         return {
             "medium": self.before.lane.name.lower() if wanted else None,
             "store_bytes_s": round(moved / busy_ns * 1e9) if wanted and busy_ns else None,
@@ -148,7 +146,7 @@ class Trace:
         }
 
     def _ms(self, at_ns: int) -> float | None:
-        return round((at_ns - self.arrived_ns) / 1e6, 3) if at_ns else None
+        return round((at_ns - self.hint.arrival_ns) / 1e6, 3) if at_ns else None
 
 
 class Traces:
@@ -161,7 +159,8 @@ class Traces:
 
     def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None, gap_ns: int | None = None) -> None:
         """A hint was read; `met`: the announcement that its request had; `gap_ns`: since its session's last request."""
-        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met, gap_ns)
+        hint = hint._replace(hashes=memoryview(b""), pages=())
+        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met, gap_ns, found_blocks=hint.local_blocks)
 
     def asked(self, key: Key, asked_ns: int) -> None:
         if (trace := self._traces.get(key)) is not None:

@@ -67,7 +67,9 @@ def headline(record: Record) -> list[str]:
 def spans(record: Record) -> list[Span]:
     """Return the parts that the request went through, in the order of their starts."""
     names = ("hint_seen", "looked_up", "first_byte", "last_byte", "answered", "asked", "claimed", "loaded", "ended")
-    seen, looked_up, first, last, answered, asked, claimed, loaded, ended = (_ms(record, name) for name in names)
+    seen, looked_up, first, last, answered, asked, claimed, loaded, ended = (
+        figure(record, f"{name}_ms") for name in names
+    )
     turn = asked if asked is not None else claimed if claimed is not None else ended
     came = last if last is not None else looked_up
     ready = answered if answered is not None else came
@@ -134,7 +136,7 @@ def _told(record: Record) -> str:
 
 def _loaded(record: Record, waited: float) -> str:
     fetched = bool(record.get("bytes"))
-    seen, looked_up, last = (_ms(record, name) for name in ("hint_seen", "looked_up", "last_byte"))
+    seen, looked_up, last = (figure(record, f"{name}_ms") for name in ("hint_seen", "looked_up", "last_byte"))
     ready = last if last is not None else looked_up
     work = "look-up and transfer" if fetched else "the look-up (its blocks were staged already)"
     took = f"{number((ready or 0.0) - (seen or 0.0))} ms"
@@ -166,7 +168,7 @@ def _missed(record: Record) -> str:
 
 def _wait(record: Record, waited: float) -> str:
     """Say how the time at the head of the queue divides among the daemon's work."""
-    asked, found = _ms(record, "asked"), spans(record)
+    asked, found = figure(record, "asked_ms"), spans(record)
     others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
     more = f" For {number(others)} ms more the engine's places or tokens went to others." if others else ""
     if asked is None or waited < 0.05:
@@ -203,7 +205,3 @@ def _announced(record: Record) -> str:
         return ""
     staged, blocks = count(record, "announced_staged"), count(record, "announced_blocks")
     return f" It was announced {number(before)} ms before it arrived: {staged} of {blocks} blocks were there."
-
-
-def _ms(record: Record, name: str) -> float | None:
-    return figure(record, f"{name}_ms")
