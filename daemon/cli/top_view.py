@@ -149,9 +149,7 @@ def frame(status: Status, rates: overview.Rates, view: View = View()) -> Rendera
     parts: list[RenderableType] = [
         Text(overview.headline(status), style="" if status.store_open else "red"),
         *(Text(printable(line), style="red") for line in status.problems),
-        *map(Text, overview.store(status)),
-        Text(overview.pace(rates)),
-        *map(Text, (*overview.known_rates(status), *overview.slow_causes(status))),
+        *map(Text, overview.traffic(status, rates)),
         Text(view.line(), style="dim"),
         *(Text(line, style="dim") for line in LEGEND if view.legend),
         Text(),

@@ -12,8 +12,9 @@ from datetime import datetime
 from opentelemetry import context, trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ... import __version__
@@ -30,14 +31,6 @@ class ExportError(Exception):
     """The receiver did not take the spans; one line."""
 
 
-class _Collected(SpanProcessor):
-    def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self.spans.append(span)
-
-
 class Exporter:
     """Sends to the OTLP/HTTP receiver at `url`, such as http://localhost:4318/v1/traces; "": as the environment says.
 
@@ -46,12 +39,12 @@ class Exporter:
 
     def __init__(self, url: str) -> None:
         self._url = url or "that of OTEL_EXPORTER_OTLP_ENDPOINT"
-        self._collected, self._exporter = _Collected(), OTLPSpanExporter(endpoint=url or None)
+        self._collected, self._exporter = InMemorySpanExporter(), OTLPSpanExporter(endpoint=url or None)
         self.requests = 0
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `send` says what failed
         ours = Resource.create({"service.name": "kvprefetchd", "service.version": __version__})
         provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))  # the environment's words win
-        provider.add_span_processor(self._collected)
+        provider.add_span_processor(SimpleSpanProcessor(self._collected))
         self._tracer = provider.get_tracer("kvprefetch")
 
     def add(self, record: Record) -> None:
@@ -78,12 +71,13 @@ class Exporter:
             span.end(arrived_ns + int(part.end_ms * 1e6))
         whole.end(arrived_ns + int(max(part.end_ms for part in parts) * 1e6))
         self.requests += 1
-        if len(self._collected.spans) >= AT_ONCE:
+        if len(self._collected.get_finished_spans()) >= AT_ONCE:
             self.send()
 
     def send(self) -> None:
         """Send what waits. Raises ExportError."""
-        waiting, self._collected.spans = self._collected.spans, []
+        waiting = self._collected.get_finished_spans()
+        self._collected.clear()
         if waiting and self._exporter.export(waiting) is not SpanExportResult.SUCCESS:
             raise ExportError(f"the OTLP receiver did not take {len(waiting)} spans: url={self._url}")
 

@@ -120,6 +120,12 @@ def headline(status: Status) -> str:
     )
 
 
+def traffic(status: Status, rates: Rates | None = None) -> list[str]:
+    """Return lines on the store, the rates after an earlier answer, those of each path, and what made requests slow."""
+    now = [pace(rates)] if rates is not None else []
+    return [*store(status), *now, *known_rates(status), *slow_causes(status)]
+
+
 def store(status: Status) -> list[str]:
     """Return a line on how full the embedded store is, where known, and how many blocks were stored again."""
     parts: list[str] = []
@@ -215,9 +221,7 @@ def pace(rates: Rates) -> str:
 
 def describe(status: Status, rates: Rates | None = None) -> list[str]:
     """Return the whole answer as lines of text, with `rates` after an earlier answer."""
-    lines = [headline(status), *map(printable, status.problems), *store(status)]
-    lines += [pace(rates)] if rates is not None else []
-    lines += [*known_rates(status), *slow_causes(status)]
+    lines = [headline(status), *map(printable, status.problems), *traffic(status, rates)]
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
     elif not status.engine_count:
