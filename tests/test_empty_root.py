@@ -145,7 +145,6 @@ def test_an_operator_comes_to_a_daemon_that_is_ready(root: EmptyRoot, capsys: py
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 def test_a_contributor_comes_to_checks_that_pass(root: EmptyRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    """From nothing: `make check`, one file of tests, and a recipe that is followed."""
-    followed = "\n: a metric\n.venv-check/bin/python -m tests.install.recipes metric\n: the end"
-    said = journey(root, script("CONTRIBUTING.md") + followed, 3000, capsys)
-    assert len(re.findall(r"^=* ?\d+ passed", said, re.MULTILINE)) >= 3, said[-2000:]
+    """From nothing: `make check`, and one file of tests."""
+    said = journey(root, script("CONTRIBUTING.md"), 3000, capsys)
+    assert len(re.findall(r"^=* ?\d+ passed", said, re.MULTILINE)) >= 2, said[-2000:]

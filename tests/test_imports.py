@@ -184,32 +184,21 @@ DOC = '"""Says what it is for."""\n'
     [
         ("shmring/ring.py", "from ..daemon import store", "shmring may not import daemon"),
         ("shmring/ring.py", "from .wire.records import Hint", "shmring/ring.py may not import shmring/wire"),
-        ("shmring/ring.py", "from . import gpu", "shmring/ring.py may not import shmring/gpu"),
-        ("shmring/ring.py", "from .wire import codec", "shmring/ring.py may not import shmring/wire"),
         ("shmring/ring.py", "import pydantic", "shmring may not import pydantic"),
         ("shmring/wire/records.py", "import pydantic", "shmring may not import pydantic"),
-        ("shmring/wire/control_socket.py", "import pydantic", "shmring may not import pydantic"),
         ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
         ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
-        ("shmring/ring.py", "from ..kv import groups", "shmring may not import kv"),
         ("kv/groups.py", "from ..shmring import layout", "kv may not import shmring"),
         ("connector/worker.py", "from ..daemon.store.client import Store", "connector may not import daemon"),
-        ("connector/worker.py", "from .. import daemon", "connector may not import daemon"),
         ("connector/worker.py", "import kvprefetch.shmring.ring", "inside the package imports are relative"),
-        ("connector/worker.py", "import structlog", "connector may not import structlog"),
-        ("connector/scheduler.py", "import cupy", "may not import cupy"),
         ("connector/scheduler.py", "import vllm\nprint(vllm.__version__)", "may tell vLLM's releases apart"),
         ("connector/events.py", "try:\n    from vllm.new import X\nexcept ImportError: ...", "may tell vLLM"),
         ("shmring/ring.py", "import cupy", "only shmring/gpu/cuda.py may import cupy"),
-        ("daemon/planning/planner.py", "from ...connector.namespace import key", "daemon may not import connector"),
         ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),
         ("daemon/work/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),
-        ("daemon/planning/planner.py", "import vllm.config", "daemon may not import vllm"),
-        ("daemon/planning/planner.py", "import shmring", "daemon may not import shmring"),
         ("daemon/planning/blocks.py", "from ..store import errors", "daemon/planning may not import daemon/store"),
         ("daemon/telemetry/metrics.py", "from .. import runtime", "daemon/telemetry may not import daemon/runtime"),
         ("package/client/api.py", "from ..daemon.engine import epoch", "client may not import daemon/engine"),
-        ("package/client/api.py", "import structlog", "client may not import structlog"),
         ("daemon/door/app.py", "from ...client import Client", "daemon may not import client"),
         ("package/__init__.py", "from .connector import register", "the root may not import connector"),
         ("tests/shmring/test_ring.py", "from shmring.ring import Ring", "write kvprefetch.shmring.ring.Ring"),
@@ -231,26 +220,3 @@ def test_a_missing_docstring_and_a_systemd_package_are_reported(tmp_path: Path) 
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text(source)
     assert [line.split(":")[0] for line in violations(tmp_path)] == ["daemon/__init__.py", "systemd/__init__.py"]
-
-
-def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
-    """The checker does not cry wolf at the imports the folders are meant to have."""
-    allowed = {
-        "package/__init__.py": "import os",
-        "package/client/api.py": "from ..daemon.telemetry import reader\nfrom ..shmring import errors",
-        "daemon/cli/status.py": "from ...client import Client",
-        "shmring/ring.py": "import struct, numpy\nfrom ._atomics import fence\nfrom . import layout",
-        "shmring/wire/records.py": "import struct\nfrom ..layout import WORD_BYTES",
-        "shmring/wire/codec.py": "import pydantic\nfrom .records import PROTOCOL",
-        "shmring/gpu/cuda.py": "def f():\n    import cupy",
-        "shmring/wire/attach.py": "from ...kv import MAX_GROUPS",
-        "connector/worker.py": "import torch, vllm\nfrom ..shmring import protocol\nfrom .. import __version__",
-        "daemon/store/joining.py": "from mooncake.store import Store\nfrom ...shmring.ring import Ring",
-        "daemon/engine/epoch.py": "from ..planning.planner import Planner\nfrom .. import config\nfrom . import jobs",
-        "tests/test_ring.py": "from kvprefetch.shmring.ring import Ring\nfrom tests.lab import engine",
-    }
-    for file, source in allowed.items():
-        path = tmp_path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(DOC + source + "\n")
-    assert violations(tmp_path) == []

@@ -38,11 +38,6 @@ def test_a_figure_is_the_median_over_rounds() -> None:
     assert point_figures(point(*rounds), BLOCK_BYTES)["a"]["mean_s"] == Figure(0.2, 0.1, 0.3)
 
 
-def test_below_leaves_no_overlap() -> None:
-    assert Figure(2, 1, 3).below(Figure(5, 4, 6))
-    assert not Figure(2, 1, 3).below(Figure(5, 3, 6))
-
-
 def test_free_places_count_beside_waiting_requests_only() -> None:
     """Two places. 0 to 1 s: both free, one waits. 1 to 2: one runs, nobody waits. 2 to 4: one runs, two wait."""
     requests = ((0.0, 1.0, 5.0), (2.0, 4.0, 5.0), (2.0, 4.5, 5.0))

@@ -14,15 +14,10 @@ from tests.lab.process import REPO
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ["hide", "--variants", "local,kvprefetch", "--minutes", "11"],
-            "hide --variants local,kvprefetch --minutes 11",
-        ),
         (["--lmcache-python", "/opt/some/bin/python", "open"], "--lmcache-python LMCACHE_PYTHON open"),
         (["--lmcache-python=/opt/some/bin/python"], "--lmcache-python=LMCACHE_PYTHON"),
         (["--out", "../elsewhere", "--data=~/traces"], "--out OUT --data=DATA"),
         (["--out", f"{REPO}/build/bench", f"{REPO}/a/../b"], "--out build/bench b"),
-        (["--lmcache-python", "build/lmcache/bin/python"], "--lmcache-python build/lmcache/bin/python"),
         (["/elsewhere", "--quick", "two words"], "PATH --quick 'two words'"),
     ],
     ids=str,

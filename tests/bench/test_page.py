@@ -75,12 +75,6 @@ def test_a_published_result_is_whole_and_its_picture_shows_it(day: str, each: di
     assert plots.drawing(each).digest in (report.PUBLISHED / day / f"{each['piece']}.svg").read_text()
 
 
-def test_a_table_has_medians_ranges_and_ratios() -> None:
-    assert page.means(result(local=(0.1, 0.3, 0.2), kvprefetch=(0.4, 0.5, 0.3)))[2:] == [
-        "| 0.5 | 0.4 (0.3–0.5) | 0.2 (0.1–0.3) | 0.4 (0.3–0.5), 2.00 × |"
-    ]
-
-
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
@@ -96,23 +90,6 @@ def test_the_reading_says_who_is_ahead(mine: tuple[float, ...], said: str) -> No
     ratios = r"\d\.\d\d ×"  # of one point
     assert re.fullmatch(rf"\* kvprefetch: {ratios} the ideal's mean, {ratios} the mean of max\(W, F\)\.", ideal)
     assert peer == f"* kvprefetch against upstream-async: {said}."
-
-
-def test_the_reading_takes_the_geometric_mean_over_points() -> None:
-    some = result(local=(0.1, 0.1), upstream_async=(0.4, 0.4), kvprefetch=(0.1, 0.1))
-    some["points"].append({**result(upstream_async=(0.4, 0.4), kvprefetch=(0.4, 0.4))["points"][0], "at": 2})
-    assert page.reading(some)[1] == (
-        "* kvprefetch against upstream-async: 0.50 × its mean (0.25 to 1.00); ahead at 0.5; within the spread at 2."
-    )
-
-
-def test_the_overview_has_a_row_for_each_piece() -> None:
-    some = result(local=(0.1, 0.1), upstream_async=(0.4, 0.4), kvprefetch=(0.1, 0.1))
-    del some["points"][0]["pace"]  # so there is no max(W, F)
-    some["points"].append({**result(upstream_async=(0.4, 0.4), kvprefetch=(0.4, 0.4))["points"][0], "at": 2})
-    assert page.overview([some, result("no-variant-of-ours", local=(0.1,))])[2:] == [
-        "| [open](#open-why) | 2 | 1.00 × |  | 0.50 × (0.25 to 1.00) |  |"
-    ]
 
 
 def test_details_name_all_that_a_reader_should_know() -> None:

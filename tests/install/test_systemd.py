@@ -119,27 +119,16 @@ def test_a_daemon_that_hangs_is_killed_and_comes_back(vm: Machine) -> None:
     ready(vm)
 
 
-def stop_after_saves(vm: Machine) -> None:
+def test_a_stop_writes_to_the_disk_and_a_start_finds_it(vm: Machine) -> None:
     configure(vm, 'disk = "/var/lib/kvprefetch/disk:256MiB"')
     vm.run("systemctl restart kvprefetchd")
     assert vm.run(engine("save-and-stop", "kept")) == FROM_MEMORY
-
-
-def test_a_stop_writes_to_the_disk_and_a_start_finds_it(vm: Machine) -> None:
-    stop_after_saves(vm)
     assert shown(vm, "ActiveState", "Result") == ["inactive", "success"]
     vm.run("systemctl start kvprefetchd")
     assert vm.run(engine("load", "kept")) == FROM_DISK
     folder = "/var/lib/kvprefetch"
     closed = vm.run(f"stat -c '%a %U' {folder} {folder}/disk; find {folder}/disk -type f -perm /077")
     assert closed == "700 kvprefetch\n" * 2
-
-
-def test_a_stop_that_the_store_s_master_hears_too_loses_values(vm: Machine) -> None:
-    """Why the unit has KillMode=mixed, and that the test before could see it gone."""
-    drop_in(vm, "KillMode=control-group")
-    stop_after_saves(vm)
-    assert "store.unflushed" in vm.run("journalctl -u kvprefetchd -b -o cat -n 50")
 
 
 def test_a_bad_configuration_is_not_tried_again(vm: Machine) -> None:
@@ -283,31 +272,6 @@ def test_a_reload_lasts_until_a_frozen_daemon_goes_on(newer: Machine) -> None:
     assert reload_frozen(newer) == (["reloading", "reload-signal"], "reloaded\n")
     assert shown(newer, "ActiveState", "SubState") == ["active", "running"]
     assert re.search(r"\bmode:? +shadow\b", newer.run("kvprefetchd status"))
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        's/"RELOADING=1", //',
-        's/"RELOADING=1", f"MONOTONIC_USEC=.*"/"RELOADING=1"/',
-        "/def ready/{n;s/.*/        if self._status: return/}",
-    ],
-    ids=["no RELOADING", "no MONOTONIC_USEC", "no READY"],
-)
-def test_a_reload_without_its_messages_does_not_end(newer: Machine, plant: str) -> None:
-    """What the test before sees if the daemon leaves one out. Without READY= systemd waits for longer than a start."""
-    module = "/opt/kvprefetch/lib/python3*/site-packages/kvprefetch/daemon/runtime/notify.py"
-    newer.run(f"cp {module} /tmp/notify.py; sed -i '{plant}' {module}; ! cmp -s {module} /tmp/notify.py")
-    try:
-        newer.run("systemctl restart kvprefetchd")
-        ready(newer)
-        drop_in(newer, "TimeoutStartSec=3")
-        states, said = reload_frozen(newer)
-        assert states == ["reloading", "reload-signal"]
-        assert "reloaded" not in said
-    finally:
-        newer.run(f"rm -r {DROP_INS}; systemctl daemon-reload; cp /tmp/notify.py {module}; rm /tmp/notify.py")
-        newer.run("systemctl restart kvprefetchd")
 
 
 def test_the_data_port_is_closed_to_others_with_bpf(newer: Machine) -> None:

@@ -129,15 +129,6 @@ def test_bad_use_is_one_line(
         assert word in said
 
 
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
-    path = written(tmp_path / "log", *(LOG[1] for _ in range(20_000)))
-    process = subprocess.Popen([*TAIL, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    ended_quietly(process)
-
-
 def test_a_pipe_is_read_to_its_end_after_the_first_interrupt() -> None:
     """Ctrl-C in `kvprefetchd serve | kvprefetchd tail` reaches both, and the daemon still has its last lines."""
     for interrupts in (1, 2):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,11 +16,7 @@ import pytest
 from kvprefetch.daemon.store.fill import StoreFill
 from kvprefetch.daemon.telemetry import overview, status_page
 from kvprefetch.daemon.telemetry.board import Picture
-from tests.lab.daemon import Daemon
-from tests.lab.process import free_ports
-from tests.support.fake_engine import FakeEngine
 from tests.support.telemetry import picture, served
-from tests.support.waiting import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<script>document.title='owned'</script><img src=http://203.0.113.1/x onerror=alert(1)>\x1b[2J\"'&"
@@ -118,20 +113,6 @@ def test_the_page_is_read_only_and_lets_nothing_in() -> None:
             with pytest.raises(urllib.error.HTTPError, match="405") as refused:
                 urllib.request.urlopen(urllib.request.Request(url, data=b"x", method=method))
             refused.value.close()
-
-
-def test_a_real_daemon_has_the_page(serve: Callable[..., Daemon]) -> None:
-    (port,) = free_ports(1)
-    daemon = serve(extra=("--metrics-port", str(port)))
-    engine = FakeEngine(daemon.socket, engine_id="shown", prefix="page")
-
-    def text() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
-            return Page(answer.read().decode()).text
-
-    eventually(lambda: "shown" in text() and "ready, serving" in text(), what="the engine")
-    engine.close()
-    eventually(lambda: "no engine is attached" in text(), what="its end")
 
 
 def browse(folder: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
