@@ -6,10 +6,8 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from ...client.control import look
-from ...shmring.wire.admin import Status
 from ..telemetry import overview
 from .common import EX_UNAVAILABLE, NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
@@ -48,7 +46,10 @@ def add(commands: Group) -> None:
 def run(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if arguments.once or arguments.json or not sys.stdout.isatty():
-            now, rates = looked_twice(arguments.socket, arguments.interval)
+            before, since = look(arguments.socket, ids=True), time.monotonic()
+            time.sleep(arguments.interval)
+            now = look(arguments.socket, ids=True)
+            rates = overview.rates(before, now, time.monotonic() - since)
             if arguments.json:
                 show(now.model_dump() | {"now": rates._asdict()}, ok=now.alive, problems=now.problems)
             else:
@@ -59,11 +60,3 @@ def run(arguments: Arguments) -> int:
 
             top_view.live(arguments.socket, arguments.interval)
     return 0
-
-
-def looked_twice(socket: Path, interval_s: float) -> tuple[Status, overview.Rates]:
-    """Return the second of two answers, and the rates between them. Raises Unavailable."""
-    before, since = look(socket, ids=True), time.monotonic()
-    time.sleep(interval_s)
-    now = look(socket, ids=True)
-    return now, overview.rates(before, now, time.monotonic() - since)

@@ -92,27 +92,23 @@ def live(socket: Path, interval_s: float) -> None:
     Raises BrokenPipeError once the terminal is gone.
     """
     now = look(socket, ids=True)
+    at, view, rates = time.monotonic(), View(), overview.rates(None, now, 0)
     try:
-        _show(socket, interval_s, now)
+        with _keys() as keys, Live(frame(now, rates, view), screen=True, auto_refresh=False) as shown:
+            while not view.over:
+                if pressed := keys(max(0.0, at + interval_s - time.monotonic())):
+                    view = reduce(View.press, pressed, view)
+                else:
+                    before, since, at = now, at, time.monotonic()
+                    try:
+                        now = look(socket, ids=True)
+                    except Unavailable as error:
+                        shown.update(Text(str(error), style="red"), refresh=True)
+                        continue
+                    rates = overview.rates(before, now, at - since)
+                shown.update(frame(now, rates, view), refresh=True)
     except (EOFError, OSError, termios.error):
         raise BrokenPipeError from None
-
-
-def _show(socket: Path, interval_s: float, now: Status) -> None:
-    at, view, rates = time.monotonic(), View(), overview.rates(None, now, 0)
-    with _keys() as keys, Live(frame(now, rates, view), screen=True, auto_refresh=False) as shown:
-        while not view.over:
-            if pressed := keys(max(0.0, at + interval_s - time.monotonic())):
-                view = reduce(View.press, pressed, view)
-            else:
-                before, since, at = now, at, time.monotonic()
-                try:
-                    now = look(socket, ids=True)
-                except Unavailable as error:
-                    shown.update(Text(str(error), style="red"), refresh=True)
-                    continue
-                rates = overview.rates(before, now, at - since)
-            shown.update(frame(now, rates, view), refresh=True)
 
 
 def _no_keys(seconds: float) -> str:
