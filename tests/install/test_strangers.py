@@ -1,4 +1,4 @@
-"""Two strangers with the documents alone: a first hit, and six faults. Each prints the time it took.
+"""Two strangers with the documents alone: a first hit, and two faults.
 
 They need no root of their own: fresh environments in an empty folder, as an ordinary user. tests/test_empty_root.py has
 the same in an empty Debian root.
@@ -16,18 +16,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab.daemon import Daemon
-from tests.lab.process import free_ports, frozen
+from tests.lab.process import free_ports
 from tests.support.command import COMMAND
 from tests.support.empty_root import put_checkout
-from tests.support.fake_engine import FakeEngine
 from tests.support.ordinary import AS_NOBODY, NOBODY
 from tests.support.pages import ROOT
 
@@ -35,15 +33,6 @@ FIRST_S = 600.0  # to a first hit
 FAULT_S = 60.0  # until a fault is found
 # The only commands that the operator uses.
 LOOKS = (("health",), ("status",), ("top", "--once", "--interval", "0.2"))
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    def say(line: str) -> None:
-        with capsys.disabled():
-            print(f"\n{line}", end="")
-
-    return say
 
 
 class Stranger:
@@ -65,9 +54,8 @@ class Stranger:
             for path in (home, *home.rglob("*")):
                 os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 
-    def run(self, script: str, timeout_s: float) -> tuple[float, str]:
-        """Run a bash script in the clone; return the seconds that it took, and what it said."""
-        begun = time.monotonic()
+    def run(self, script: str, timeout_s: float) -> str:
+        """Run a bash script in the clone; return what it said."""
         with tempfile.TemporaryFile("w+") as output:  # a pipe would wait for what the script leaves running
             child = subprocess.Popen(
                 [*AS_NOBODY, "bash", "-ec", script],
@@ -80,7 +68,6 @@ class Stranger:
             )
             try:
                 status = child.wait(timeout_s)
-                took_s = time.monotonic() - begun
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
@@ -89,7 +76,7 @@ class Stranger:
             output.seek(0)
             said = output.read()
         assert status == 0, said[-4000:]
-        return took_s, said
+        return said
 
 
 @pytest.fixture
@@ -102,16 +89,15 @@ def stranger() -> Iterator[Stranger]:
     shutil.rmtree(home)
 
 
-def found(socket: Path, words: str, *, before: tuple[str, ...] = ()) -> tuple[float, str]:
-    """Look until one of LOOKS says these words; return the seconds that this took, and the command."""
-    begun = time.monotonic()
-    said = ""
+def find(socket: Path, words: str, *, before: tuple[str, ...] = ()) -> None:
+    """Look until one of LOOKS says these words."""
+    begun, said = time.monotonic(), ""
     while time.monotonic() < begun + FAULT_S:
         for look in LOOKS:
             done = subprocess.run([*before, *COMMAND, *look, "--socket", socket], capture_output=True, timeout=60)
             said = (done.stdout + done.stderr).decode()
             if words in said:
-                return time.monotonic() - begun, look[0]
+                return
     raise AssertionError(f"{words!r} not within {FAULT_S:.0f} s; the last look said:\n{said}")
 
 
@@ -123,80 +109,33 @@ def serving(**options: Any) -> Iterator[Daemon]:
         yield daemon
 
 
-@contextlib.contextmanager
-def store_gone() -> Iterator[tuple[Path, str]]:
-    from tests.lab.store import Store
-
-    with Store(memory="64 MB") as store, serving(mooncake_config=store.config) as daemon:
-        store.kill_master()
-        yield daemon.socket, "the store does not answer"
-
-
-@contextlib.contextmanager
-def disk_full() -> Iterator[tuple[Path, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=400m,mode=0700", "tmpfs", folder]
-        if subprocess.run(mount, check=False, capture_output=True).returncode:
-            pytest.skip("may not mount here")
-        try:
-            with serving(memory="64MiB", disk=f"{folder}:100MiB") as daemon:
-                (Path(folder) / "of-another").write_bytes(bytes(300 << 20))
-                yield daemon.socket, "make room, or choose a smaller size"
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
-
-
-@contextlib.contextmanager
-def engine_refused() -> Iterator[tuple[Path, str]]:
-    with serving(memory="64MiB", extra=("--max-engines", "1")) as daemon, ExitStack() as stack:
-        for name in ("first", "second"):
-            engine = FakeEngine(daemon.socket, engine_id=name, attach=name == "first")
-            stack.callback(engine.close)
-        engine.greet_all()
-        yield daemon.socket, "too many engines: max_engines=1"
-
-
-@contextlib.contextmanager
-def daemon_hangs() -> Iterator[tuple[Path, str]]:
-    with serving(memory="64MiB") as daemon, frozen(daemon.pid):
-        yield daemon.socket, "the main loop hangs"
-
-
-@contextlib.contextmanager
-def daemon_dead() -> Iterator[tuple[Path, str]]:
-    with serving(memory="64MiB") as daemon:
-        daemon.sigkill()
-        yield daemon.socket, f"the daemon is gone: pid {daemon.pid}"
-        daemon.picture.unlink(missing_ok=True)
-
-
 @pytest.mark.store
-@pytest.mark.parametrize("fault", [store_gone, disk_full, engine_refused, daemon_hangs, daemon_dead])
-def test_an_operator_finds_a_fault_within_a_minute(
-    fault: Callable[[], contextlib.AbstractContextManager[tuple[Path, str]]], say: Callable[[str], None]
-) -> None:
-    """By `health`, `status` or `top` alone, which say the fault in words."""
-    with fault() as (socket, words):
-        took_s, command = found(socket, words)
-    say(f"{fault.__name__}: {took_s:.1f} s, {command}")
-    assert took_s <= FAULT_S
+def test_an_operator_finds_a_full_disk_within_a_minute(tmp_path: Path) -> None:
+    """By `health`, `status` or `top` alone, which say it in words; tests/daemon has other faults."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400m,mode=0700", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    try:
+        with serving(memory="64MiB", disk=f"{tmp_path}:100MiB") as daemon:
+            (tmp_path / "of-another").write_bytes(bytes(300 << 20))
+            find(daemon.socket, "make room, or choose a smaller size")
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 @pytest.mark.store
 @pytest.mark.skipif(not AS_NOBODY, reason="needs root, to be another user")
-def test_a_user_without_rights_to_the_socket_is_told_so_within_a_minute(say: Callable[[str], None]) -> None:
+def test_a_user_without_rights_to_the_socket_is_told_so_within_a_minute() -> None:
     with serving(memory="64MiB") as daemon:
         daemon.socket.parent.chmod(0o755)
-        took_s, command = found(daemon.socket, "Permission denied", before=tuple(AS_NOBODY))
-    say(f"socket_without_rights: {took_s:.1f} s, {command}")
-    assert took_s <= FAULT_S
+        find(daemon.socket, "Permission denied", before=tuple(AS_NOBODY))
 
 
 @pytest.mark.stress
 @pytest.mark.vllm
 @pytest.mark.store
 @pytest.mark.timeout(1800)
-def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger, say: Callable[[str], None]) -> None:
+def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> None:
     """README's two lines, a real engine, and one prompt twice: the second request is loaded from the store."""
     from tests.lab.checkpoint import TINY, make_checkpoint
 
@@ -207,18 +146,15 @@ def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger, say: 
     model = make_checkpoint(stranger.home / "models", TINY)
     vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
     vllm = vllm.replace('"/var/lib/kv:100GiB"', f'"{stranger.home}/kv:1GiB","log_level":"info"')
-    took_s, said = stranger.run(NEWCOMER.format(
+    said = stranger.run(NEWCOMER.format(
         python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0], install=install, vllm=vllm,
-    ), 1700)  # fmt: skip
-    say(f"a first hit: {took_s:.0f} s\n" + "\n".join(re.findall(r"^== .*$", said, re.MULTILINE)))
+    ), FIRST_S)  # fmt: skip
     assert re.search(r"request\.done .* loaded: [1-9]\d* of \d+ blocks", said), said[-4000:]
-    assert took_s <= FIRST_S
 
 
 # The environment of vLLM is the one that the tests have, without its kvprefetch. vLLM's build for CPUs has no `vllm
 # serve` (docs/tutorial.md).
 NEWCOMER = """
-say() {{ echo "== $SECONDS s: $*"; }}
 export KVPREFETCHD_SOCKET=$HOME/s PORT={port}
 export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
 {python} -m venv ~/engine
@@ -226,15 +162,12 @@ echo {site} > $(~/engine/bin/python -c 'import sysconfig; print(sysconfig.get_pa
 SERVER='exec ~/engine/bin/python -m vllm.entrypoints.openai.api_server --model "$@"'
 printf '#!/bin/sh\\nshift\\n%s\\n' "$SERVER" > ~/engine/bin/vllm
 chmod +x ~/engine/bin/vllm
-say "an environment"
 PATH=~/engine/bin:$PATH
 {install}
-say "daemon and connector"
 {vllm} > vllm.log 2>&1 & ENGINE=$!
 until ~/engine/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
     sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
 done
-say "an engine"
 ask() {{
     curl -sSf localhost:$PORT/v1/completions -H "Content-Type: application/json" \\
         -d "{{\\"model\\": \\"tiny\\", \\"prompt\\": \\"$(seq -s ' ' 500)\\", \\"max_tokens\\": 8}}"
@@ -243,5 +176,4 @@ ask && sleep 2
 curl -sSf -X POST localhost:$PORT/reset_prefix_cache
 ask && sleep 2
 ~/engine/bin/kvprefetchd tail --event request.done vllm.log
-say "a first hit"
 """
