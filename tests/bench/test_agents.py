@@ -35,15 +35,6 @@ def test_passes_are_compared_in_pairs_of_like_speed() -> None:
     assert pairs(passes[:3], variants.OURS, variants.ON_DEMAND) == []
 
 
-def test_the_summary_has_the_pairs_and_each_variants_counts() -> None:
-    passes = [a_pass(variants.OURS, 0.01, 0.5, recomputed=32), a_pass(variants.ON_DEMAND, 0.01, 1.0)]
-    ratio, *lines = summary({"points": [{"at": 0.7, "setting": {"link_mbit": 1.0}, "passes": passes}]})
-    assert "median 0.50" in ratio
-    assert "recomputed_tokens 32 (32 to 32)" in lines[0]
-    assert "recomputed_tokens 0 (0 to 0)" in lines[1]
-    assert "vain_bytes 7" in lines[0]
-
-
 def test_the_least_wait_is_the_later_of_the_place_and_the_bytes() -> None:
     """The link is busy with the first request's bytes when the second one comes; the third one fetches nothing."""
     assert least_wait_s([0.1, 0.1, 0.7], [(0.0, 400), (1.0, 100), (2.0, 0)], 200.0) == pytest.approx(2.0 + 1.5 + 0.7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench.figures import Figure, free_place_s, per_round, point_figures, token_differences
+from benchmarks.bench.figures import Figure, per_round, point_figures, token_differences
 from benchmarks.bench.hiding import hiding, least_mean_s
 from benchmarks.bench.served import Daemon, Requests, Served, merged
 from benchmarks.bench.setting import Plan, Setting
@@ -36,14 +36,6 @@ def point(*passes: Any, **setting: Any) -> dict[str, Any]:
 def test_a_figure_is_the_median_over_rounds() -> None:
     rounds = [passed("a", (0, ttft, 1)) for ttft in (0.3, 0.1, 0.2)]
     assert point_figures(point(*rounds), BLOCK_BYTES)["a"]["mean_s"] == Figure(0.2, 0.1, 0.3)
-
-
-def test_free_places_count_beside_waiting_requests_only() -> None:
-    """Two places. 0 to 1 s: both free, one waits. 1 to 2: one runs, nobody waits. 2 to 4: one runs, two wait."""
-    requests = ((0.0, 1.0, 5.0), (2.0, 4.0, 5.0), (2.0, 4.5, 5.0))
-    # 1 s of one place, 2 s of one; from 4 to 4.5 both places are taken.
-    assert free_place_s(passed("a", *requests), 2) == pytest.approx(3.0)
-    assert free_place_s(passed("a", *requests), 1) == pytest.approx(1.0)
 
 
 def test_wasted_is_what_a_request_did_not_load() -> None:
@@ -89,34 +81,6 @@ def test_the_least_mean_waits_for_place_or_link() -> None:
     half = least_mean_s(point(ideal, hit=0.5))
     assert half is not None
     assert half.middle == pytest.approx((0.145 + 0.17 + 1.0) / 3)
-
-
-def test_an_announcement_brings_the_least_forward() -> None:
-    """F 0.25 s. The ideal computes for 0.02 s; what is announced 0.1 s before the arrival waits for 0.15 s more."""
-    ideal = passed("local", (1.0, 1.02, 2), (3.0, 3.02, 4))
-    for ahead, least in ((0.0, 0.27), (0.1, 0.17), (0.5, 0.02)):
-        found = least_mean_s(point(ideal, arrivals="apart", level=ahead))
-        assert found is not None
-        assert found.middle == pytest.approx(least)
-
-
-def test_announced_blocks_are_counted_where_requests_were_announced() -> None:
-    line = {"outcome": "loaded", "bytes": 0, "loaded_blocks": 4, "exposed_ms": 0.0, "hidden_fraction": None}
-    line |= {"hint_seen_ms": 1.0, "last_byte_ms": None}
-    daemon = Daemon()
-    for staged, ahead_ms in ((4, 200.0), (1, 100.0)):
-        daemon.add({**line, "announced_ms": ahead_ms, "announced_blocks": 4, "announced_staged": staged})
-    daemon.add({**line, "announced_ms": None, "announced_blocks": 0, "announced_staged": 0})
-    found = per_round(passed("a", (0, 1, 2), daemon=daemon), asdict(Setting()), BLOCK_BYTES)
-    assert found["announced_s"] == pytest.approx(0.15)
-    assert found["announced_staged"] == 5 / 8
-
-
-@pytest.mark.parametrize(
-    "setting", [{"arrivals": "closed"}, {"far": "disk"}, {"shared": 0.5}, {"engines": 2}, {"hit": 0.0}]
-)
-def test_no_least_mean_where_the_link_s_order_is_not_known(setting: dict[str, Any]) -> None:
-    assert least_mean_s(point(passed("local", (0, 1, 2)), **setting)) is None
 
 
 def test_other_tokens_are_found_as_far_as_both_answers_go() -> None:

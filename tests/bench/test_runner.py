@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from benchmarks.bench.runner import Budget, Runner, unexpected
+from benchmarks.bench.runner import Runner, unexpected
 from benchmarks.bench.served import Daemon, Requests, Served
 from benchmarks.bench.setting import Pace, Setting
 
@@ -133,13 +133,3 @@ def test_kv_that_was_staged_before_is_a_problem() -> None:
     assert line == f"{SMALL.fetched_bytes} bytes were fetched instead of {2 * SMALL.fetched_bytes}"
     served.daemon = Daemon(fetched_bytes=[SMALL.fetched_bytes] * 2)
     assert list(unexpected("kvprefetch-wait", SMALL, served)) == []
-
-
-def test_points_share_the_time_and_hand_on_what_is_left() -> None:
-    budget = Budget(begun_s=100, seconds=60, points=3)
-    assert budget.fits(100, 20, 1)
-    assert not budget.fits(101, 20, 1)
-    budget.end(1)
-    assert budget.fits(105, 35, 1), "15 s were left"
-    assert budget.fits(105, 55, 2)
-    assert not budget.fits(106, 55, 2)

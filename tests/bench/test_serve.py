@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks.bench.figures import per_round
 from benchmarks.bench.served import Served
 from benchmarks.serve import __main__ as serve
@@ -24,8 +20,3 @@ def test_the_clients_times_become_columns_that_begin_at_the_first_request() -> N
     assert per_round(kept, setting, 64)["wasted_bytes"] == 160, "a bound, of two requests"
     kept["daemon"]["unused_bytes"] = 64
     assert per_round(kept, setting, 64)["wasted_bytes"] == 32, "as the daemon counted"
-
-
-def test_without_the_traces_it_says_so_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["conversation", "--data", str(tmp_path)]) == 0
-    assert f"no trace here: {tmp_path}" in capsys.readouterr().err
