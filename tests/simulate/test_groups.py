@@ -221,20 +221,6 @@ def test_a_fetch_that_recomputing_overtakes_is_given_up_at_once() -> None:
     assert (result.client.stopped, result.client.given_up, result.client.loads) == (0, 1, 0)
 
 
-def test_a_load_of_several_groups_runs_beside_the_steps_whatever_its_size() -> None:
-    """As in vLLM, which takes back a failed load of several groups only where it waits for it."""
-    small, large = (
-        run(
-            "wait",
-            [(10, 0, 100), (100, 9, 1)],
-            [0.0, 0.05],
-            replace(SMALL, engine=replace(ENGINE, sync_load_max_bytes=most)),
-        )
-        for most in (1 << 30, 0)
-    )
-    assert (small.end_ns, ttft(small)) == (large.end_ns, ttft(large))
-
-
 def test_each_group_loses_blocks_of_its_own() -> None:
     contents, digests = StoreContents(0, 0.5), [bytes(7) + bytes([at]) for at in range(50)]
     lost = [[contents.lost(digest + group) for digest in digests] for group in (b"\0", b"\0", b"\1")]

@@ -15,7 +15,6 @@ from benchmarks.simulate.engine import Engine
 from benchmarks.simulate.events import NS, Loop, ns
 from benchmarks.simulate.link import Link, MediumModel
 from benchmarks.simulate.node import NodeModel
-from benchmarks.simulate.plot import plot
 from benchmarks.simulate.run import Result
 from benchmarks.simulate.scenarios import SCENARIOS, run_named
 from kvprefetch.connector import claims
@@ -177,17 +176,6 @@ def test_the_simulated_connector_keeps_to_the_real_ones_bounds() -> None:
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plot_is_made_and_equal_results_give_equal_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = [run_named("poisson", policy, 100, 0) for policy in ("local", "wait")]
-    for name in ("one.svg", "two.svg"):
-        plot(SCENARIOS["poisson"], results, tmp_path / name)
-    drawn = (tmp_path / "one.svg").read_bytes()
-    assert drawn == (tmp_path / "two.svg").read_bytes()
-    assert b"wait" in drawn
-    assert len(drawn) < 60_000
 
 
 def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from benchmarks.simulate.slices import (
     WARM_UP,
     Outcome,
     Point,
-    geometric,
     least_s,
     main,
     requests,
@@ -51,10 +50,6 @@ def test_the_bound_is_the_later_of_place_and_fetch() -> None:
     local = Outcome([0.01, 0.01, 0.02, 0.01, 0.5], [[]] * 5, arrivals, 0, 0.0)
     loaded = Outcome([1.0] * 5, lacked, arrivals, 0, 0.0)
     assert least_s(local, loaded, 10 * BLOCK_BYTES) == pytest.approx((0.11 + 0.21 + 0.02 + 0.11 + 0.5) / 5)
-
-
-def test_ratios_are_averaged_so_that_their_inverses_cancel() -> None:
-    assert geometric([2.0, 0.5]) == pytest.approx(1.0)
 
 
 def test_policies_are_printed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
