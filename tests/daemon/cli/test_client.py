@@ -15,7 +15,7 @@ import kvprefetch.client as api
 from kvprefetch.client import Client, Prompt, Unavailable, explain
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks, engine_with
 from tests.daemon.telemetry.test_trace_picture import LINE
 from tests.lab.daemon import Daemon
 from tests.support.command import kvprefetchd, run
@@ -51,7 +51,7 @@ def test_status_and_health_say_what_the_commands_say(serve: Callable[..., Daemon
     daemon = serve()
     client = Client(daemon.socket)
     assert (client.status().pid, client.status().engines) == (daemon.pid, [])
-    engine = FakeEngine(daemon.socket, engine_id="seen")
+    FakeEngine(daemon.socket, engine_id="seen")
     health = client.health(engines=1, wait_s=60)
     assert (health.well, health.problems) == (True, ())
     assert health.status is not None
@@ -60,7 +60,6 @@ def test_status_and_health_say_what_the_commands_say(serve: Callable[..., Daemon
     few = client.health(engines=2)
     assert (few.well, len(few.problems)) == (False, 1)
     assert client.health(alive=True).well
-    engine.close()
 
 
 def test_without_a_daemon_each_call_says_so(tmp_path: Path) -> None:
@@ -95,10 +94,7 @@ def test_the_socket_is_that_of_the_commands(monkeypatch: pytest.MonkeyPatch, tmp
 def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..., Daemon]) -> None:
     """In their order: staged, absent from the store, and refused."""
     daemon = serve()
-    engine = FakeEngine(daemon.socket, engine_id="one", prefix="one")
-    values = blocks("one", 12)
-    engine.save(values)
-    stored(daemon, 12)
+    engine, values = engine_with(daemon, "one", 12)
     chain = [digest.hex() for digest in values]
     absent = [digest.hex() for digest in blocks("nowhere", 3)]
     sent = Client(daemon.socket, timeout_s=60).prefetch(
@@ -115,18 +111,16 @@ def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..
     assert eventually(lambda: daemon.records("request.done"), what="its line")[0]["announced_staged"] == 12
     with pytest.raises(Unavailable, match="engine='another'"):
         Client(daemon.socket).prefetch([Prompt(block_hashes=chain)], engine="another")
-    engine.close()
 
 
 def test_a_wait_for_what_does_not_come_ends(serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket, prefix="slow")
+    FakeEngine(daemon.socket, prefix="slow")
     sent = Client(daemon.socket, timeout_s=60).prefetch(
         [Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 1)])]
     )
     monkeypatch.setattr(api.Answered, "done", False)
     assert [each.outcome for each in sent.wait(0.3)] == ["missing"]
-    engine.close()
 
 
 def test_a_request_is_explained_as_data(tmp_path: Path) -> None:

@@ -52,11 +52,8 @@ def offered(script: Path, line: str) -> set[str]:
     [
         ("kvprefetchd sta", {"stat", "status"}, {"serve"}),
         ("kvprefetchd store p", {"purge"}, {"ls"}),
-        ("kvprefetchd mode ", {"on", "shadow", "off"}, {"serve"}),
-        ("kvprefetchd serve --sta", {"--staging"}, {"--disk"}),
         ("kvprefetchd serve --store-reach ", {"local", "any"}, {"serve"}),
         ("kvprefetchd tail --l", {"--level", "--lines"}, {"--event"}),
-        ("kvprefetchd completion ", set(SHELLS), {"serve"}),
     ],
 )
 @needs_shell["bash"]
@@ -91,9 +88,3 @@ def test_zsh_takes_the_script_as_its_function_for_the_command(scripts: Path, tmp
     )
     done = run(["zsh", "-fc", ask])
     assert (done.returncode, done.stdout) == (0, "_kvprefetchd\n"), done.stderr
-
-
-def test_another_shell_is_refused_with_those_that_there_are() -> None:
-    done = kvprefetchd("completion", "csh")
-    assert done.returncode == 78
-    assert "'bash', 'zsh', 'fish'" in done.stderr

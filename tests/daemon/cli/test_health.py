@@ -44,22 +44,6 @@ def test_both_wait_for_a_daemon_that_starts(serve: Callable[..., Daemon], tmp_pa
     assert f"pid {daemon.pid}" in said[1]
 
 
-def test_it_waits_for_an_engine(serve: Callable[..., Daemon]) -> None:
-    """A daemon without one is well, but not what `--engines` asks for."""
-    daemon = serve()
-    command = ("health", "--engines", "1", "--socket", str(daemon.socket))
-    result = kvprefetchd(*command)
-    assert result.returncode == 1
-    assert result.stdout.startswith(f"not ready: pid {daemon.pid}, mode on, engines 0: fewer than 1; ")
-    assert json.loads(kvprefetchd(*command, "--json").stdout)["ready"] is False
-    waiting = subprocess.Popen([*COMMAND, *command, "--wait", "300"], stdout=subprocess.PIPE, text=True)
-    engine = FakeEngine(daemon.socket)
-    assert waiting.communicate(timeout=60)[0] == f"ready: pid {daemon.pid}, mode on, engines 1\n"
-    assert waiting.returncode == 0
-    engine.close()
-    assert kvprefetchd("health", "--engines", "some", "--socket", daemon.socket).returncode == 78
-
-
 def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., Daemon]) -> None:
     """With a frozen master the daemon is not ready, as /readyz says; a frozen daemon does not answer."""
     daemon = serve(extra=("--rpc-timeout-ms", "200", "--call-timeout-ms", "500"))
@@ -88,4 +72,3 @@ def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., 
     with frozen(daemon.pid):
         eventually(lambda: main(["health", *at]) == 1, 30, "a late heartbeat")
         eventually(lambda: main(["health", "--alive", *at]) == 1, 30, "one that is too late")
-    engine.close()

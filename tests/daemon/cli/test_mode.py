@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.daemon.stores import blocks, stored
+from tests.daemon.stores import blocks, engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.support.auditor import ask_daemon
 from tests.support.command import kvprefetchd
@@ -29,11 +29,7 @@ def missed(engine: FakeEngine, digests: list[bytes], name: str) -> None:
 
 def test_off_misses_shadow_counts_on_loads(serve: Callable[..., Daemon]) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket)
-    values = blocks("mode", 4)
-    engine.save(values)
-    stored(daemon, 4)
-
+    engine, values = engine_with(daemon, "mode", 4)
     assert "off (was on)" in switch(daemon.socket, "off")
     assert ask_daemon(daemon.socket).mode == "off"
     missed(engine, list(values), "while-off")
@@ -60,7 +56,6 @@ def test_off_misses_shadow_counts_on_loads(serve: Callable[..., Daemon]) -> None
     engine.save(more)
     stored(daemon, 7)
     assert engine.load(list(more)) == list(more.values())
-    engine.close()
 
 
 def test_an_engine_that_attaches_while_off_gets_misses(serve: Callable[..., Daemon]) -> None:
@@ -72,4 +67,3 @@ def test_an_engine_that_attaches_while_off_gets_misses(serve: Callable[..., Daem
     engine.save(values)
     stored(daemon, 2)
     assert engine.load(list(values)) == list(values.values())
-    engine.close()

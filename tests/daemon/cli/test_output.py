@@ -83,7 +83,6 @@ def test_json_of_every_command_is_one_object_with_the_same_first_keys(
     bad = [f"{each['check']}: {each['what']}" for each in findings if each["level"] == "bad"]
     assert bad == found["doctor"]["problems"]
     assert {"socket", "master", "put"} < {row["what"] for row in found["bench"]["measured"]}
-    engine.close()
 
 
 def test_what_is_wrong_is_in_the_json_and_on_the_terminal(tmp_path: Path) -> None:

@@ -45,17 +45,14 @@ def counted(path: Path, text: str, status: int = 0, *options: str) -> dict[str, 
 
 def test_what_was_staged_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor, tmp_path: Path) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket, prefix="warm")
-    values = blocks("warm", 40)
-    engine.save(values)
-    stored(daemon, 40)
+    engine, values = engine_with(daemon, "warm", 40)
     chain = list(values)
     file = tmp_path / "list.jsonl"
     file.write_text(listing(chain[:30], chain[:10] + list(blocks("nowhere", 5)), chain[30:]))
     result = kvprefetchd("warm", file, "--socket", daemon.socket)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == (
-        "engine engine: 3 lines; 55 blocks: 50 found (10 staged already, 40 fetched, 0 without room), "
+        "engine warm: 3 lines; 55 blocks: 50 found (10 staged already, 40 fetched, 0 without room), "
         "5 not in the store\n"
     )
     gauges = ask_daemon(daemon.socket).engines[0]
@@ -67,7 +64,6 @@ def test_what_was_staged_is_a_hit_without_a_fetch(serve: Serve, auditor: Auditor
     written = eventually(lambda: daemon.records("announcement.done"), what="an announcement has its request")
     assert "used" in {line["outcome"] for line in written}
     auditor.assert_idle(daemon.pid, daemon.socket)
-    engine.close()
 
 
 def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
@@ -84,12 +80,11 @@ def test_a_file_with_more_prompts_than_the_door_takes_in_a_second_is_sent_again(
 
     monkeypatch.setattr(Door, "ask", busy)
     daemon = serve()
-    engine = FakeEngine(daemon.socket, prefix="many")
+    FakeEngine(daemon.socket, prefix="many")
     sender = Sender(Client(daemon.socket, timeout_s=60), "", 1000, progress=False)
     sender.add(1, listing(list(blocks("nowhere", 3))).encode())
     sender.flush()
     assert (sender.counts["missing"], sender.refused) == (3, [])
-    engine.close()
 
 
 def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(serve: Serve, auditor: Auditor) -> None:
@@ -122,24 +117,19 @@ def test_a_file_larger_than_staging_fills_it_and_takes_nothing_from_requests(ser
     assert counted(daemon.socket, listing(chain[300:400])) == {"fetched": 100}, "another run replaces what is old"
     assert not [line for line in daemon.records("request.done") if line["taken_back"]]
     auditor.assert_idle(daemon.pid, daemon.socket)
-    engine.close()
 
 
 def test_what_ends_before_its_blocks_have_come_is_no_success(serve: Serve) -> None:
     daemon = serve()
-    engine, values = engine_with(daemon, "early", 8)
+    _engine, values = engine_with(daemon, "early", 8)
     (master,) = descendants(daemon.pid)
     with frozen(master):
         assert counted(daemon.socket, listing(list(values)), 1, "--ttl", "1") == {"failed": 8}
-    engine.close()
 
 
 def test_bad_lines_are_named_and_good_ones_done(serve: Serve) -> None:
     daemon = serve()
-    engine = FakeEngine(daemon.socket, prefix="bad")
-    values = blocks("bad", 2)
-    engine.save(values)
-    stored(daemon, 2)
+    _, values = engine_with(daemon, "bad", 2)
     first, second = (listing([digest]) for digest in values)
     text = f'{first}\n["zz"]\n{{"hashes": 5}}\n{second}' + "x\n" * 10
     result = prefetch(daemon.socket, text, "--json")
@@ -152,11 +142,8 @@ def test_bad_lines_are_named_and_good_ones_done(serve: Serve) -> None:
     assert "7 more lines" in errors[5]
     result = prefetch(daemon.socket, "[1, 2, 3]\n" + first)
     assert result.returncode == 69
-    assert "line 1: prompts cannot be hashed: the engine did not say how it does" in result.stderr.replace(
-        "engine engine: ", ""
-    )
+    assert "line 1: engine bad: prompts cannot be hashed: the engine did not say how it does" in result.stderr
     assert "1 staged already" in result.stdout
-    engine.close()
 
 
 def test_only_where_it_can_be_done(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

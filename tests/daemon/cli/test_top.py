@@ -234,7 +234,6 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
         assert "store calls in flight" in text.splitlines()[0], "no line is cut or wrapped"
         assert text == "".join(line.rstrip() + "\n" for line in text.splitlines())
     assert "\nnow: 0.00 hints/s, fetching 0 B/s, " in output("top", "--interval", "0.2")
-    attached.close()
 
 
 @pytest.mark.parametrize("end", ["interrupt", "q"])

@@ -12,7 +12,7 @@ import structlog
 from structlog.testing import LogCapture, capture_logs
 
 from kvprefetch.daemon.config.machine import available_bytes, quota_cores
-from kvprefetch.daemon.config.model import RELOADABLE, ConfigError, DaemonConfig
+from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.config.sizes import parse_size, size, size_text, whole_mib
 from kvprefetch.daemon.config.sources import PREFIX, Sources, resolve
 from kvprefetch.daemon.runtime.reload import reloaded
@@ -44,23 +44,18 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
     [
         ("stagin = 1", {}, ["kvprefetchd.toml", "unknown key stagin", "did you mean staging?"]),
         ("", {"FETCH_THREAD": "2"}, ["KVPREFETCHD_FETCH_THREAD", "did you mean KVPREFETCHD_FETCH_THREADS?"]),
-        ("zzz = 1", {}, ["unknown key zzz"]),
         ("max_engines = 0", {}, ["max_engines: should be 1 to 256: max_engines=0", "kvprefetchd.toml"]),
         ("", {"STAGING": "lots"}, ["staging", "'lots'", "512MiB", "$KVPREFETCHD_STAGING"]),
         ("staging = ", {}, ["not TOML", "kvprefetchd.toml"]),
         ("[daemon]\nstaging = 1", {}, ["keys stand at the top of the file, below no table: [daemon]"]),
         ("mode = 'on'\nstaging = 8GiB", {}, ['quoted: staging = "8GiB"', "line 2"]),
         ("socket_mode = 0660 # group", {}, ['an octal number is quoted: socket_mode = "0660"']),
-        ("log_level = debug", {}, ['quoted: log_level = "debug"']),
         ("socket_mode = '999'", {}, ["socket_mode", "'999'", "such as 0660"]),
         ("staging = '" + "9" * 400 + "GiB'", {}, ["staging: should be 4KiB to 4TiB: staging="]),
         ("max_engines = true", {}, ["max_engines", "number", "True"]),
-        ("staging = true", {}, ["staging", "512MiB", "True"]),
         ("allow_uids = [true]", {}, ["allow_uids.0", "number", "True"]),
         ("log_level = 'loud'", {}, ["log_level", "'debug', 'info', 'warning' or 'error'", "'loud'"]),
-        ("socket = ''", {}, ["socket", "1 to 107 bytes", "socket=''"]),
         ("", {"SOCKET": ""}, ["1 to 107 bytes", "$KVPREFETCHD_SOCKET"]),
-        ("mode = 'maybe'", {}, ["mode", "'maybe'", "'shadow'"]),
         ("socket = '/" + "x" * 107 + "'", {}, ["socket", "107"]),
         # A reload reads the file on the main loop: no text may end or delay the daemon.
         ("a = " + "[" * 3000, {}, ["config: not TOML: "]),
@@ -85,11 +80,6 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:
     assert resolve(sources(tmp_path, "\ufeffmax_engines = 3\n")).config.max_engines == 3
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml"):
-        resolve(Sources.of({}, tmp_path / "none.toml", {}))
-
-
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("max_engines = 7")
     assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.max_engines == 7
@@ -103,7 +93,6 @@ check_config = functools.partial(kvprefetchd, "check-config")
     [
         (["--disk", "relative"], "relative"),
         (["--mooncake-config", "/nonexistent.json"], "/nonexistent.json"),
-        (["--disk", "/x:" + "9" * 400 + "GiB"], "disk"),
         (["--socket-group", "nobody-has-this"], "nobody-has-this"),
         (["--memory", "4TiB"], "more than this machine has"),
         (["--staging", "4TiB"], "more than this machine has"),
@@ -152,10 +141,6 @@ def test_each_change_of_a_reload_is_seen_whatever_the_level(before: Any, after: 
         assert [line["log_level"] for line in seen.entries] == list(LEVELS[LEVELS.index(after) :])
     finally:
         threshold.set("info")
-
-
-def test_reloadable_keys_exist() -> None:
-    assert set(DaemonConfig.model_fields) >= RELOADABLE
 
 
 def groups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
