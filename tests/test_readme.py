@@ -50,7 +50,6 @@ def test_the_markers_of_the_table_can_be_read_without_running_the_tests() -> Non
     "changed",
     [
         {"test": "tests/e2e/test_saving.py::test_gone"},
-        {"test": "tests/test_gone.py::test_preempted_requests_are_saved_and_loaded_right"},
         {"feature": "aborts"},
         {"family": "MLA"},
         {"level": "refused"},

@@ -51,20 +51,6 @@ def made(tmp_path: Path) -> Iterator[Board]:
     made.close()
 
 
-def test_another_process_reads_what_was_written_last(made: Board, tmp_path: Path) -> None:
-    made.write({"phase": "serving"})
-    made.write({"phase": "stopping"})
-    made.beat(77)
-    script = """if True:
-        import sys
-        from pathlib import Path
-        from kvprefetch.daemon.telemetry import board
-        seen = board.read(Path(sys.argv[1]))
-        print(seen.status['phase'], seen.beat_ns, seen.alive)
-    """
-    assert run([sys.executable, "-c", script, str(tmp_path / "s.sock")]).stdout == "stopping 77 True\n"
-
-
 def test_only_the_daemon_s_user_writes_and_its_group_reads(made: Board, tmp_path: Path) -> None:
     """Whatever the umask is: `serve` sets 077."""
     before = os.umask(0o077)
@@ -126,31 +112,29 @@ def test_another_user_s_segment_is_not_believed(made: Board, tmp_path: Path) -> 
     os.truncate(path, board.SIZE)
 
 
-def test_a_daemon_without_a_name_shows_itself_to_its_own_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def refused(*_args: object, **_options: object) -> None:
+    raise posix_ipc.PermissionsError("No permission")
+
+
+def full(_fd: int, _offset: int, _length: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault", "words"),
+    [
+        (posix_ipc, "SharedMemory", refused, "No permission"),  # no /dev/shm, or another user has the name
+        (os, "posix_fallocate", full, "No space left"),
+    ],
+    ids=["no name", "no room"],
+)
+def test_a_daemon_without_a_segment_says_so_and_shows_itself_to_its_own_server(
+    module: Any, name: str, fault: Callable[..., None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no /dev/shm, or another user has the name."""
-
-    def refused(*_args: object, **_options: object) -> None:
-        raise posix_ipc.PermissionsError("No permission")
-
-    monkeypatch.setattr(posix_ipc, "SharedMemory", refused)
-    made = Board(str(tmp_path / "s.sock"))
-    assert "No permission" in made.fault
-    made.write({"phase": "serving"})
-    assert made.look().status == {"phase": "serving"}
-    made.close()
-
-
-def test_a_full_dev_shm_is_said_and_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a process (SIGBUS) that writes to a mapped page which has no memory."""
-
-    def full(fd: int, _offset: int, _length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(module, name, fault)
     made = Board(str(tmp_path / "s.sock"))
-    assert "No space left" in made.fault
+    assert words in made.fault
     made.write({"phase": "serving"})
     assert made.look().status == {"phase": "serving"}
     assert not Path(f"/dev/shm{board.name_of(tmp_path / 's.sock')}").exists()

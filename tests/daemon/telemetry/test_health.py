@@ -23,7 +23,6 @@ from tests.support.telemetry import get, picture, served
         ({"beat_age_s": 100, "phase": "starting"}, False, True),
         ({"beat_age_s": 100, "phase": "stopping"}, False, True),
         ({"alive": False}, False, False),
-        ({"store_open": False}, False, True),
     ],
 )
 def test_health_is_judged_by_ages(seen: dict[str, Any], ready: bool, healthy: bool) -> None:

@@ -120,9 +120,3 @@ def test_a_miss_without_the_store_looks_unlike_one_that_the_store_has_nothing_fo
     record = {"event": "request.done", "request_id": "a", "outcome": "miss", "hint_blocks": 14, "exposed_ms": 4.64}
     assert pretty.line({**record, "store_unavailable": False}).endswith("a miss: 0 of 14 blocks waited 4.64 ms")
     assert "a miss: 0 of 14 blocks (store unavailable) waited" in pretty.line({**record, "store_unavailable": True})
-
-
-def test_what_came_from_elsewhere_cannot_steer_a_terminal() -> None:
-    shown = pretty.line({"level": "warning", "event": "peer.refused", "error": "\x1b[2Jgone\n"})
-    assert "\x1b" not in shown
-    assert "\n" not in shown

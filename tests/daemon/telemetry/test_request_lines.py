@@ -45,7 +45,6 @@ def test_each_end_that_the_engine_reports_and_one_that_it_does_not(shared_daemon
         if outcome is not None:  # else its record was lost
             engine.done(key, outcome)
     assert outcomes_of(shared_daemon, *names) == {name: [name] for name in names}
-    engine.close()
 
 
 def test_a_record_that_comes_a_moment_after_its_release_is_believed(shared_daemon: Daemon) -> None:
@@ -59,7 +58,6 @@ def test_a_record_that_comes_a_moment_after_its_release_is_believed(shared_daemo
         time.sleep(0.01)  # forty of these meet several of the daemon's ten scans a second
         engine.done(key, Outcome.ABORTED)
     assert outcomes_of(shared_daemon, *names) == {name: ["aborted"] for name in names}
-    engine.close()
 
 
 def test_a_request_cancelled_before_its_hint_was_read_is_logged(shared_daemon: Daemon) -> None:
@@ -68,7 +66,6 @@ def test_a_request_cancelled_before_its_hint_was_read_is_logged(shared_daemon: D
         key = engine.hint(list(blocks("unread", 3)), name="unread")
         engine.cancel(key)
     assert outcomes_of(shared_daemon, "unread") == {"unread": ["aborted"]}
-    engine.close()
 
 
 def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(shared_daemon: Daemon) -> None:
@@ -87,7 +84,6 @@ def test_the_end_of_an_engine_ends_its_requests_and_what_it_said_last_counts(sha
         "ended-in-time": ["miss"],
         "never-read": ["engine_gone"],
     }
-    engine.close()
 
 
 def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
@@ -115,7 +111,6 @@ def test_a_reset_and_a_taking_back_are_logged(shared_daemon: Daemon) -> None:
     assert line["taken_back"] == 1
     assert line["bytes"] > 150 * engine.spec.block_bytes, "what was fetched again counts again"
     assert receive_message(engine.scheduler)
-    engine.close()
 
 
 def test_a_stop_of_the_daemon_ends_every_request_before_its_last_line(serve: Serve) -> None:
@@ -131,7 +126,6 @@ def test_a_stop_of_the_daemon_ends_every_request_before_its_last_line(serve: Ser
     }
     assert {line["outcome"] for line in records if line["event"] == "request.done"} == {"daemon_stopped"}
     assert records[-1]["event"] == "daemon.stopped"
-    engine.close()
 
 
 def test_many_requests_of_many_ends_get_one_line_each(shared_daemon: Daemon) -> None:

@@ -67,11 +67,6 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "computing included.",
         ),
         (
-            {"asked_ms": 0.5, "exposed_ms": 96.7, "hidden_fraction": 0.0},
-            "Of look-up and transfer, which took 96.2 ms, the queue hid 0 %. The scheduler waited 96.7 ms for it: "
-            "82.3 ms for the other fetches, 12.8 ms for its first fetch.",
-        ),
-        (
             {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "asked_ms": None, "claimed_ms": 30.0,
              "loaded_ms": 31.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
             "The scheduler did not wait: the look-up (its blocks were staged already) took 1.11 ms of the 30.0 ms that "
@@ -107,23 +102,11 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "to others.",
         ),
         (
-            {**MISSED, "asked_ms": 0.3, "looked_up_ms": 9.1, "ended_ms": 67812.3, "exposed_ms": 9.5, "unseen_ms": 0.7},
-            "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler waited "
-            "9.50 ms for it: 8.80 ms for the look-up, 0.70 ms after it was answered, until the scheduler looked again. "
-            "For 67802 ms more the engine's places or tokens went to others.",
-        ),
-        (
             {**STEP, "announced_ms": 184.0, "announced_blocks": 720, "announced_staged": 719},
             "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
             "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
             "request waited for the engine, not for the store. It was announced 184 ms before it arrived: 719 of 720 "
             "blocks were there.",
-        ),
-        (
-            STEP,
-            "The store had nothing beyond what the engine held itself, and it was recomputed. Its answer, a miss, came "
-            "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
-            "request waited for the engine, not for the store.",
         ),
         (
             {"asked_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
