@@ -166,11 +166,8 @@ def namespaces_of(arguments: Arguments) -> set[str]:
     """Return the namespaces of the attached engine with this id, or with one that begins so. Raises ConfigError."""
     status = ask(arguments.socket, StatusQuery(), Status)
     found = {str(each["engine"]): str(each["namespace"]) for each in status.engines}
-    named = (
-        [found[arguments.engine]]
-        if arguments.engine in found
-        else [names for engine, names in found.items() if engine.startswith(arguments.engine)]
-    )
+    named = [names for engine, names in found.items() if engine.startswith(arguments.engine)]
+    named = [found[arguments.engine]] if arguments.engine in found else named
     if len(named) != 1:
         how = "several engines have" if named else "no attached engine has"
         raise ConfigError(f"store purge: {how} an id that begins so: engine={arguments.engine!r}")

@@ -91,22 +91,17 @@ def hidden_fraction(engines: Sequence[Numbers]) -> float | None:
 def row(engine: Numbers) -> list[str]:
     """Return one engine's cells, in the order of COLUMNS."""
     hit, miss = count(engine, "hit_blocks"), count(engine, "miss_blocks")
+    fetched, unused = count(engine, "fetched_blocks"), count(engine, "blocks_wasted") + count(engine, "slots_unused")
     counts = ("requests", "orders", "blocks_pinned", "slots_idle", "slots_free", "saves_queued", "hints")
     return [
         printable(str(engine.get("engine", "?"))),
         *(str(count(engine, name)) for name in counts),
         percent(hit / (hit + miss) if hit + miss else None),
         percent(hidden_fraction([engine])),
-        wasted(engine),
+        percent(unused / fetched if fetched else None),
         str(count(engine, "dropped_hints")),
         str(count(engine, "bad_records")),
     ]
-
-
-def wasted(engine: Numbers) -> str:
-    """Return the share of fetched blocks that no request loaded."""
-    fetched, unused = count(engine, "fetched_blocks"), count(engine, "blocks_wasted") + count(engine, "slots_unused")
-    return percent(unused / fetched if fetched else None)
 
 
 def headline(status: Status) -> str:

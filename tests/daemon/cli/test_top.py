@@ -86,7 +86,7 @@ def test_a_row_has_a_cell_for_each_column() -> None:
         "ENGINE": "e", "PEND": "3", "FETCH": "1", "PINNED": "4", "IDLE": "5", "FREE": "6", "SAVES": "2",
         "HINTS": "10", "HIT": "75 %", "HIDDEN": "75 %", "WASTED": "10 %", "DROP": "8", "BAD": "9",
     }  # fmt: skip
-    assert overview.wasted({}) == "–"
+    assert overview.row({})[overview.COLUMNS.index("WASTED")] == "–"
     assert overview.row({"engine": "x\x1b[2J"})[0] == "x\N{REPLACEMENT CHARACTER}[2J"
     assert overview.row(engine(engine="4f1c" * 9))[0] == "4f1c" * 9, "whole: --engine takes it"
 

@@ -80,6 +80,11 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:
     assert resolve(sources(tmp_path, "\ufeffmax_engines = 3\n")).config.max_engines == 3
 
 
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        resolve(Sources.of({}, tmp_path / "none.toml", {}))
+
+
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("max_engines = 7")
     assert resolve(Sources.of({}, None, {"KVPREFETCHD_CONFIG": str(tmp_path / "a.toml")})).config.max_engines == 7
