@@ -152,12 +152,11 @@ def read(socket: Path) -> Picture | None:
             return None
         if os.pread(segment.fd, len(MAGIC), 0) != MAGIC:
             return None
-        picture = _copied(segment.fd, alive=_locked(segment.fd))
+        return _copied(segment.fd, alive=_locked(segment.fd), uid=found.st_uid)
     except (OSError, ValueError):
         return None
     finally:
         segment.close_fd()
-    return Picture(picture.status, picture.beat_ns, picture.alive, found.st_uid)
 
 
 def _locked(fd: int) -> bool:
@@ -169,7 +168,7 @@ def _locked(fd: int) -> bool:
     return False
 
 
-def _copied(fd: int, *, alive: bool) -> Picture:
+def _copied(fd: int, *, alive: bool, uid: int = -1) -> Picture:
     """Copy the area that is whole. Raises ValueError where the writer never leaves it in peace, or wrote no object."""
     for _ in range(_TRIES):
         number = _word(fd, SEQUENCE_AT)
@@ -182,7 +181,7 @@ def _copied(fd: int, *, alive: bool) -> Picture:
                 raise ValueError("the picture is no status") from error
             if not isinstance(found, dict):
                 raise ValueError("the picture is no status")
-            return Picture(found, _word(fd, BEAT_AT), alive)
+            return Picture(found, _word(fd, BEAT_AT), alive, uid)
     raise ValueError("the picture changes all the time")
 
 

@@ -41,10 +41,7 @@ class Client:
 
         `alive` is False in the status of a daemon that died.  `slowest`: with the requests that waited longest.
         """
-        seen = self._seen(lambda status: status.alive, wait_s, slowest)
-        if isinstance(seen, Unavailable):
-            raise seen
-        return seen
+        return self._seen(lambda status: status.alive, wait_s, slowest)
 
     def health(self, *, engines: int = 0, wait_s: float = 0.0, alive: bool = False) -> Health:
         """Say whether engines can count on the daemon, and so many of them are attached; wait so long for that.
@@ -55,9 +52,10 @@ class Client:
         def well(status: Status) -> bool:
             return (status.healthy if alive else status.ready) and status.engine_count >= engines
 
-        seen = self._seen(well, wait_s)
-        if isinstance(seen, Unavailable):
-            return Health(False, (str(seen),), None)
+        try:
+            seen = self._seen(well, wait_s)
+        except Unavailable as error:
+            return Health(False, (str(error),), None)
         few = f"fewer than {engines}; an engine that is not attached says why in its own log"
         return Health(well(seen), (*seen.problems, *([few] if seen.engine_count < engines else [])), seen)
 
@@ -71,14 +69,16 @@ class Client:
         payloads = [{"engine": engine, "ttl_ms": ttl_ms, **prompt.model_dump(exclude_unset=True)} for prompt in prompts]
         return Announced(Door(self.socket, self._timeout_s), payloads)
 
-    def _seen(self, enough: Callable[[Status], bool], wait_s: float, ids: bool = False) -> Status | Unavailable:
-        """Look until the status is `enough`, for `wait_s` at most; return what was seen last."""
+    def _seen(self, enough: Callable[[Status], bool], wait_s: float, ids: bool = False) -> Status:
+        """Look until the status is `enough`, for `wait_s` at most; return what was seen last. Raises Unavailable."""
         deadline = time.monotonic() + wait_s
         while True:
+            over = time.monotonic() >= deadline
             try:
-                seen: Status | Unavailable = look(self.socket, ids=ids, timeout_s=self._timeout_s)
-            except Unavailable as error:
-                seen = error
-            if (isinstance(seen, Status) and enough(seen)) or time.monotonic() >= deadline:
-                return seen
+                seen = look(self.socket, ids=ids, timeout_s=self._timeout_s)
+                if over or enough(seen):
+                    return seen
+            except Unavailable:
+                if over:
+                    raise
             time.sleep(LOOK_S)
