@@ -123,7 +123,7 @@ class Claims:
             request.num_prompt_tokens,
             now_ns,
             session,
-            session.allocator,
+            session.flags,
             request.block_hashes,
             request.request_id,
             request.priority if own.priority is None else own.priority,

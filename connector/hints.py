@@ -59,7 +59,7 @@ def fits(session: SchedulerSession, request_id: str, usable: int, hashes: list[b
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     names = geometry.groups.names(usable)
     length = hint_bytes(geometry.groups.digests(usable), len(hashes[0]), names, request_id)
-    return session.producer.fits(length) and session.allocator.room(names)
+    return session.producer.fits(length) and session.flags.room(names)
 
 
 def ask(handle: Handle, now_ns: int) -> None:
@@ -100,7 +100,7 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     else:
         raise SegmentCorrupt(f"flag does not rest: flag={handle.flag} generation={handle.generation}")
     session = handle.session
-    session.allocator.give_back(handle.flag)
+    session.flags.give_back(handle.flag)
     if after != _FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
         verdict = handle.missing, handle.cost_ns

@@ -19,7 +19,7 @@ from ..shmring._atomics import Words
 from ..shmring.credits import CreditTaker
 from ..shmring.doorbell import Doorbell
 from ..shmring.errors import SegmentCorrupt, SegmentError
-from ..shmring.flags import FlagAllocator, FlagTable
+from ..shmring.flags import FlagAllocator
 from ..shmring.gpu.cuda import Device
 from ..shmring.layout import Layout
 from ..shmring.liveness import Liveness, PeerState, PeerStatus
@@ -47,8 +47,7 @@ class SchedulerSession:
         self.epoch = layout.epoch
         self.layout = layout
         self.words = Words(segment.buffer)
-        self.flags = FlagTable(segment.buffer, self.words, layout)
-        self.allocator = FlagAllocator(self.flags)
+        self.flags = FlagAllocator(segment.buffer, self.words, layout)
         self.credits = CreditTaker(segment.buffer, self.words, layout)
         self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
         self.liveness = Liveness(self.words, consumer=False)

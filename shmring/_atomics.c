@@ -47,81 +47,53 @@ static PyObject *Words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void Words_dealloc(Words *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(self->view);
-    PyObject_Free(self);
-    Py_DECREF(type);
+    release((PyObject *)self);
 }
 
-/* Returns the address of one word, or NULL with IndexError set. */
-static _Atomic uint64_t *word_at(Words *self, PyObject *index_object)
+/* For PyArg_ParseTuple: a value of all 64 bits. */
+static int value_of(PyObject *object, void *value)
+{
+    *(uint64_t *)value = PyLong_AsUnsignedLongLong(object);
+    return !(*(uint64_t *)value == (uint64_t)-1 && PyErr_Occurred());
+}
+
+static PyObject *Words_load_acquire(Words *self, PyObject *index_object)
 {
     Py_ssize_t index = PyLong_AsSsize_t(index_object);
-    if (index == -1 && PyErr_Occurred())
-        return NULL;
-    return word_of(self, index);
+    _Atomic uint64_t *word = index == -1 && PyErr_Occurred() ? NULL : word_of(self, index);
+    return word == NULL ? NULL : PyLong_FromUnsignedLongLong(order_load_acquire(word));
 }
 
-static int value_of(PyObject *object, uint64_t *value)
+static PyObject *Words_store_release(Words *self, PyObject *args)
 {
-    *value = PyLong_AsUnsignedLongLong(object);
-    return (*value == (uint64_t)-1 && PyErr_Occurred()) ? -1 : 0;
-}
-
-static int check_call(Words *self, Py_ssize_t got, Py_ssize_t wanted, int writes)
-{
-    if (got != wanted) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, got);
-        return -1;
-    }
-    if (writes && !self->writable) {
-        PyErr_SetString(PyExc_TypeError, "these words are a read-only view");
-        return -1;
-    }
-    return 0;
-}
-
-static PyObject *Words_load_acquire(Words *self, PyObject *index)
-{
-    _Atomic uint64_t *word = word_at(self, index);
-    if (word == NULL)
-        return NULL;
-    return PyLong_FromUnsignedLongLong(order_load_acquire(word));
-}
-
-static PyObject *Words_store_release(Words *self, PyObject *const *args, Py_ssize_t nargs)
-{
+    Py_ssize_t index;
     uint64_t value;
-    if (check_call(self, nargs, 2, 1) < 0)
-        return NULL;
-    _Atomic uint64_t *word = word_at(self, args[0]);
-    if (word == NULL || value_of(args[1], &value) < 0)
+    _Atomic uint64_t *word;
+    if (!PyArg_ParseTuple(args, "nO&", &index, value_of, &value) || (word = written_word(self, index)) == NULL)
         return NULL;
     order_store_release(word, value);
     Py_RETURN_NONE;
 }
 
-static PyObject *Words_compare_exchange(Words *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Words_compare_exchange(Words *self, PyObject *args)
 {
+    Py_ssize_t index;
     uint64_t expected, desired;
-    if (check_call(self, nargs, 3, 1) < 0)
-        return NULL;
-    _Atomic uint64_t *word = word_at(self, args[0]);
-    if (word == NULL || value_of(args[1], &expected) < 0 || value_of(args[2], &desired) < 0)
+    _Atomic uint64_t *word;
+    if (!PyArg_ParseTuple(args, "nO&O&", &index, value_of, &expected, value_of, &desired) ||
+        (word = written_word(self, index)) == NULL)
         return NULL;
     return PyLong_FromUnsignedLongLong(order_compare_exchange(word, expected, desired));
 }
 
-static PyObject *Words_publish(Words *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Words_publish(Words *self, PyObject *args)
 {
+    Py_ssize_t index, look_at;
     uint64_t value;
-    if (check_call(self, nargs, 3, 1) < 0)
-        return NULL;
-    _Atomic uint64_t *word = word_at(self, args[0]);
-    if (word == NULL || value_of(args[1], &value) < 0)
-        return NULL;
-    _Atomic uint64_t *look = word_at(self, args[2]);
-    if (look == NULL)
+    _Atomic uint64_t *word, *look;
+    if (!PyArg_ParseTuple(args, "nO&n", &index, value_of, &value, &look_at) ||
+        (word = written_word(self, index)) == NULL || (look = word_of(self, look_at)) == NULL)
         return NULL;
     return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
@@ -137,10 +109,10 @@ static Py_ssize_t Words_length(Words *self) { return self->count; }
 
 static PyMethodDef Words_methods[] = {
     {"load_acquire", (PyCFunction)Words_load_acquire, METH_O, "load_acquire(index) -> int"},
-    {"store_release", (PyCFunction)(void (*)(void))Words_store_release, METH_FASTCALL, "store_release(index, value)"},
-    {"compare_exchange", (PyCFunction)(void (*)(void))Words_compare_exchange, METH_FASTCALL,
+    {"store_release", (PyCFunction)Words_store_release, METH_VARARGS, "store_release(index, value)"},
+    {"compare_exchange", (PyCFunction)Words_compare_exchange, METH_VARARGS,
      "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
-    {"publish", (PyCFunction)(void (*)(void))Words_publish, METH_FASTCALL,
+    {"publish", (PyCFunction)Words_publish, METH_VARARGS,
      "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
     {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): release the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
@@ -151,22 +123,8 @@ static PyMemberDef Words_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot Words_slots[] = {
-    {Py_tp_doc, "Words(buffer, writable=True): aligned 64-bit words shared between processes"},
-    {Py_tp_new, Words_new},
-    {Py_tp_dealloc, Words_dealloc},
-    {Py_tp_methods, Words_methods},
-    {Py_tp_members, Words_members},
-    {Py_sq_length, Words_length},
-    {0, NULL},
-};
-
-static PyType_Spec Words_spec = {
-    .name = "kvprefetch.shmring._atomics.Words",
-    .basicsize = sizeof(Words),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = Words_slots,
-};
+TYPE(Words, Py_TPFLAGS_IMMUTABLETYPE, {Py_tp_new, Words_new}, {Py_tp_members, Words_members},
+     {Py_sq_length, Words_length}, {Py_tp_doc, "Words(buffer, writable=True): aligned 64-bit words shared between processes"});
 
 static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -187,9 +145,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__atomics(void)
 {
     PyObject *m = PyModule_Create(&module);
-    words_type = m == NULL ? NULL : (PyTypeObject *)PyType_FromSpec(&Words_spec); /* for the life of the process */
-    if (words_type == NULL || PyModule_AddObjectRef(m, "Words", (PyObject *)words_type) < 0
-        || add_flag_types(m) < 0 || add_handle_type(m) < 0 || add_ring_types(m) < 0)
+    if (m != NULL && ((words_type = add_type(m, &Words_spec, "Words")) == NULL || add_flags_type(m) < 0
+                      || add_handle_type(m) < 0 || add_pusher_type(m) < 0))
         Py_CLEAR(m);
     return m;
 }

@@ -24,14 +24,19 @@ class Words:
 
 class Flags(Generic[F]):
     def __new__(
-        cls, words: Words, tables: list[Sequence[int]], table: Buffer, slot_bound: int, flag_type: type[F]
+        cls,
+        words: Words,
+        tables: list[Sequence[int]],
+        free: list[int],
+        pages: list[int],
+        table: Buffer,
+        slot_bound: int,
+        flag_type: type[F],
+        /,
     ) -> Self: ...
     def found(self, index: int, /) -> int: ...
     def disk(self, index: int, /) -> int | None: ...
     def read_slots(self, index: int, start: int, stop: int, /) -> array[int]: ...
-
-class Allocator:
-    def __new__(cls, flags: Flags[Any], free: list[int], pages: list[int]) -> Self: ...
     def take(self, state: int, items: int, /) -> tuple[int, int] | None: ...
 
 class Handle(Generic[S]):
@@ -65,6 +70,7 @@ class Pusher:
         tail: int,
         head: int,
         ring_bell: Callable[[], object],
+        /,
     ) -> Self: ...
     def push(self, kind: int, payload: Buffer = b"", /) -> bool: ...
     def fits(self, length: int, /) -> bool: ...
@@ -80,7 +86,7 @@ class Pusher:
         prompt_tokens: int,
         arrival_ns: int,
         session: S,
-        allocator: Allocator,
+        flags: Flags[Any],
         digests: list[bytes],
         request_id: str,
         priority: int,

@@ -20,6 +20,7 @@ typedef struct {
     PyObject_HEAD
     Words *words;     /* the flag lines alone */
     PyObject *tables; /* list: of each flag, the pages lent to it */
+    PyObject *free, *pages; /* lists: flags and pages to hand out, the next one last */
     PyObject *view; /* a memoryview of the slot tables */
     uint8_t *table;
     Py_ssize_t table_bytes;
@@ -30,19 +31,13 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Flags *flags;
-    PyObject *free, *pages; /* lists: flags and pages to hand out, the next one last */
-} Allocator;
-
-typedef struct {
-    PyObject_HEAD
-    Flags *flags;
     PyObject *session, *digests;
     Py_ssize_t flag, blocks, local_blocks;
     long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns;
     char stopped;
 } Handle;
 
-extern PyTypeObject *allocator_type, *handle_type;
+extern PyTypeObject *flags_type, *handle_type;
 extern PyObject *array_type; /* array.array */
 
 /* Returns a flag word taken apart, as a flag_type. */
@@ -54,19 +49,13 @@ PyObject *slots_of(Flags *self, Py_ssize_t index, Py_ssize_t start, Py_ssize_t s
 static inline Py_ssize_t pages_of(Py_ssize_t items) { return items / PAGE_ENTRIES + (items % PAGE_ENTRIES != 0); }
 
 /* Returns whether there are a flag and pages for so many items, as far as is known; -1 with an exception. */
-int has_flag(Allocator *self, Py_ssize_t items);
+int has_flag(Flags *self, Py_ssize_t items);
 
 /* Takes a flag with pages for so many items. Returns its generation; 0 where there is none; -1 with an exception. */
-int64_t take(Allocator *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index);
+int64_t take(Flags *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index);
 
 /* Raises SegmentCorrupt. */
 PyObject *corrupt(const char *format, ...);
-
-/* Frees an object of a type made with add_type, or of a Python subclass. */
-void release(PyObject *self);
-
-/* Makes a type, for the life of the process; NULL with an exception set. */
-PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name);
 
 #pragma GCC visibility pop
 

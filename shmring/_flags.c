@@ -3,8 +3,7 @@
  */
 #include "_engine.h"
 
-static PyTypeObject *flags_type;
-PyTypeObject *allocator_type;
+PyTypeObject *flags_type;
 
 PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name)
 {
@@ -21,16 +20,13 @@ void release(PyObject *self)
     Py_DECREF(type);
 }
 
-static PyObject *Flags_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *Flags_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    static char *names[] = {"words", "tables", "table", "slot_bound", "flag_type", NULL};
-    PyObject *words, *tables, *table, *flag_type;
+    PyObject *words, *tables, *free, *pages, *table, *flag_type;
     unsigned long long slot_bound;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OKO!:Flags", names, words_type, &words, &PyList_Type, &tables,
-                                     &table, &slot_bound, &PyType_Type, &flag_type))
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OKO!:Flags", words_type, &words, &PyList_Type, &tables, &PyList_Type, &free,
+                          &PyList_Type, &pages, &table, &slot_bound, &PyType_Type, &flag_type))
         return NULL;
-    if (!PyType_IsSubtype((PyTypeObject *)flag_type, &PyTuple_Type))
-        return PyErr_Format(PyExc_TypeError, "flag_type must be a subclass of tuple");
     Flags *self = (Flags *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
@@ -40,6 +36,8 @@ static PyObject *Flags_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->words = (Words *)Py_NewRef(words);
     self->tables = Py_NewRef(tables);
+    self->free = Py_NewRef(free);
+    self->pages = Py_NewRef(pages);
     self->slot_bound = slot_bound;
     self->flag_type = (PyTypeObject *)Py_NewRef(flag_type);
     return (PyObject *)self;
@@ -50,6 +48,8 @@ static void Flags_dealloc(Flags *self)
     Py_XDECREF(self->view);
     Py_XDECREF(self->words);
     Py_XDECREF(self->tables);
+    Py_XDECREF(self->free);
+    Py_XDECREF(self->pages);
     Py_XDECREF(self->flag_type);
     release((PyObject *)self);
 }
@@ -156,70 +156,18 @@ end:
     return slots;
 }
 
-static PyObject *Flags_read_slots(Flags *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Flags_read_slots(Flags *self, PyObject *args)
 {
-    if (nargs != 3)
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", nargs);
-    Py_ssize_t index = PyLong_AsSsize_t(args[0]), start = PyLong_AsSsize_t(args[1]), stop = PyLong_AsSsize_t(args[2]);
-    return PyErr_Occurred() ? NULL : slots_of(self, index, start, stop);
+    Py_ssize_t index, start, stop;
+    return PyArg_ParseTuple(args, "nnn", &index, &start, &stop) ? slots_of(self, index, start, stop) : NULL;
 }
 
-static PyMethodDef Flags_methods[] = {
-    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
-    {"found", (PyCFunction)Flags_found, METH_O, "found(index) -> int"},
-    {"disk", (PyCFunction)Flags_disk, METH_O, "disk(index) -> int or None"},
-    {"read_slots", (PyCFunction)(void (*)(void))Flags_read_slots, METH_FASTCALL,
-     "read_slots(index, start, stop) -> array('I')"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot Flags_slots[] = {
-    {Py_tp_doc, "Flags(words, tables, table, slot_bound): the engine's reads of flag lines and slot tables"},
-    {Py_tp_new, Flags_new},
-    {Py_tp_dealloc, Flags_dealloc},
-    {Py_tp_methods, Flags_methods},
-    {0, NULL},
-};
-
-static PyType_Spec Flags_spec = {
-    .name = "kvprefetch.shmring._atomics.Flags",
-    .basicsize = sizeof(Flags),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .slots = Flags_slots,
-};
-
-/* --- Allocator ----------------------------------------------------------------------------------------------------- */
-
-static PyObject *Allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"flags", "free", "pages", NULL};
-    PyObject *flags, *free, *pages;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!:Allocator", names, flags_type, &flags, &PyList_Type, &free,
-                                     &PyList_Type, &pages))
-        return NULL;
-    if (!((Flags *)flags)->words->writable)
-        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
-    Allocator *self = (Allocator *)PyType_GenericAlloc(type, 0);
-    if (self == NULL)
-        return NULL;
-    self->flags = (Flags *)Py_NewRef(flags);
-    self->free = Py_NewRef(free);
-    self->pages = Py_NewRef(pages);
-    return (PyObject *)self;
-}
-
-static void Allocator_dealloc(Allocator *self)
-{
-    Py_XDECREF(self->flags);
-    Py_XDECREF(self->free);
-    Py_XDECREF(self->pages);
-    release((PyObject *)self);
-}
+/* --- flags that the engine takes ------------------------------------------------------------------------------------- */
 
 /* Begins a use of a flag. Returns its generation; 0 unless the flag was FREE; -1 with an exception. */
-static int64_t begin(Allocator *self, Py_ssize_t index, uint64_t state)
+static int64_t begin(Flags *self, Py_ssize_t index, uint64_t state)
 {
-    _Atomic uint64_t *flag = word_of(self->flags->words, index * WORDS_PER_LINE);
+    _Atomic uint64_t *flag = written_word(self->words, index * WORDS_PER_LINE);
     if (flag == NULL)
         return -1;
     /* SYNC flag: slot table and found word visible with the count */
@@ -231,7 +179,7 @@ static int64_t begin(Allocator *self, Py_ssize_t index, uint64_t state)
     return (int64_t)generation;
 }
 
-int has_flag(Allocator *self, Py_ssize_t items)
+int has_flag(Flags *self, Py_ssize_t items)
 {
     if (PyList_Size(self->free) > 0 && PyList_Size(self->pages) >= pages_of(items))
         return 1;
@@ -241,7 +189,7 @@ int has_flag(Allocator *self, Py_ssize_t items)
     return room;
 }
 
-int64_t take(Allocator *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index)
+int64_t take(Flags *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index)
 {
     Py_ssize_t left, wanted = pages_of(items);
     int room = has_flag(self, items);
@@ -264,20 +212,17 @@ int64_t take(Allocator *self, uint64_t state, Py_ssize_t items, Py_ssize_t *inde
         Py_ssize_t pages = PyList_Size(self->pages);
         PyObject *lent = PyList_GetSlice(self->pages, pages - wanted, pages);
         if (lent == NULL || PyList_SetSlice(self->pages, pages - wanted, pages, NULL) < 0 ||
-            PyList_SetItem(self->flags->tables, *index, lent) < 0)
+            PyList_SetItem(self->tables, *index, lent) < 0)
             return -1;
         return generation;
     }
     return 0;
 }
 
-static PyObject *Allocator_take(Allocator *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *Flags_take(Flags *self, PyObject *args)
 {
-    Py_ssize_t index = 0;
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", nargs);
-    Py_ssize_t state = PyLong_AsSsize_t(args[0]), items = PyLong_AsSsize_t(args[1]);
-    if (PyErr_Occurred())
+    Py_ssize_t index = 0, state, items;
+    if (!PyArg_ParseTuple(args, "nn", &state, &items))
         return NULL;
     if (state < 0 || state > STATES || items < 0)
         return PyErr_Format(PyExc_ValueError, "flag out of bounds: state=%zd items=%zd", state, items);
@@ -287,34 +232,25 @@ static PyObject *Allocator_take(Allocator *self, PyObject *const *args, Py_ssize
     return generation < 0 ? NULL : Py_BuildValue("nL", index, (long long)generation);
 }
 
-static PyMethodDef Allocator_methods[] = {
-    {"take", (PyCFunction)(void (*)(void))Allocator_take, METH_FASTCALL,
+static PyMethodDef Flags_methods[] = {
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
+    {"found", (PyCFunction)Flags_found, METH_O, "found(index) -> int"},
+    {"disk", (PyCFunction)Flags_disk, METH_O, "disk(index) -> int or None"},
+    {"read_slots", (PyCFunction)Flags_read_slots, METH_VARARGS, "read_slots(index, start, stop) -> array('I')"},
+    {"take", (PyCFunction)Flags_take, METH_VARARGS,
      "take(state, items) -> (index, generation) of a flag now in `state` with pages for so many items, or None"},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot Allocator_slots[] = {
-    {Py_tp_doc, "Allocator(flags, free, pages): takes flags; a subclass has room(items) and give_back(index)"},
-    {Py_tp_new, Allocator_new},
-    {Py_tp_dealloc, Allocator_dealloc},
-    {Py_tp_methods, Allocator_methods},
-    {0, NULL},
-};
+TYPE(Flags, Py_TPFLAGS_BASETYPE, {Py_tp_new, Flags_new},
+     {Py_tp_doc, "Flags(words, tables, free, pages, table, slot_bound, flag_type): the engine's calls about flag lines and slot "
+                 "tables; a subclass has room(items) and give_back(index)"});
 
-static PyType_Spec Allocator_spec = {
-    .name = "kvprefetch.shmring._atomics.Allocator",
-    .basicsize = sizeof(Allocator),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .slots = Allocator_slots,
-};
-
-int add_flag_types(PyObject *module)
+int add_flags_type(PyObject *module)
 {
     PyObject *array = PyImport_ImportModule("array");
     array_type = array == NULL ? NULL : PyObject_GetAttrString(array, "array");
     Py_XDECREF(array);
     new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
-    if (array_type == NULL || (flags_type = add_type(module, &Flags_spec, "Flags")) == NULL)
-        return -1;
-    return (allocator_type = add_type(module, &Allocator_spec, "Allocator")) == NULL ? -1 : 0;
+    return array_type == NULL || (flags_type = add_type(module, &Flags_spec, "Flags")) == NULL ? -1 : 0;
 }

@@ -60,9 +60,7 @@ static PyObject *Handle_claim(Handle *self, PyObject *const *args, Py_ssize_t na
         n[TAKEN] > n[COUNT])
         return PyErr_Format(PyExc_ValueError, "claim out of bounds: state=%lld count=%lld taken=%lld", n[STATE], n[COUNT],
                             n[TAKEN]);
-    if (!self->flags->words->writable)
-        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
-    _Atomic uint64_t *flag = word_of(self->flags->words, self->flag * WORDS_PER_LINE);
+    _Atomic uint64_t *flag = written_word(self->flags->words, self->flag * WORDS_PER_LINE);
     if (flag == NULL)
         return NULL;
     uint64_t use = (uint64_t)self->generation << GENERATION_SHIFT;
@@ -82,20 +80,8 @@ static PyMethodDef Handle_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot Handle_slots[] = {
-    {Py_tp_doc, "A flag that the engine holds, with its hint: made by Pusher.hint"},
-    {Py_tp_dealloc, Handle_dealloc},
-    {Py_tp_methods, Handle_methods},
-    {Py_tp_members, Handle_members},
-    {0, NULL},
-};
-
-static PyType_Spec Handle_spec = {
-    .name = "kvprefetch.shmring._atomics.Handle",
-    .basicsize = sizeof(Handle),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = Handle_slots,
-};
+TYPE(Handle, Py_TPFLAGS_DISALLOW_INSTANTIATION, {Py_tp_members, Handle_members},
+     {Py_tp_doc, "A flag that the engine holds, with its hint: made by Pusher.hint"});
 
 int add_handle_type(PyObject *module)
 {

@@ -21,30 +21,23 @@ typedef struct {
     uint64_t tail, head, capacity; /* head: as seen last */
 } Pusher;
 
-static PyObject *Pusher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* The ring is of a checked layout: ring_bytes is a power of two.  So are the positions, which ring.py checked. */
+static PyObject *Pusher_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    static char *names[] = {"ring", "words", "lines", "tail", "head", "ring_bell", NULL};
     PyObject *ring, *words, *ring_bell;
-    Py_ssize_t lines[3];
+    Py_ssize_t lines[3], size;
     unsigned long long tail, head;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!(nnn)KKO:Pusher", names, &ring, words_type, &words, &lines[0],
-                                     &lines[1], &lines[2], &tail, &head, &ring_bell))
+    if (!PyArg_ParseTuple(args, "OO!(nnn)KKO:Pusher", &ring, words_type, &words, &lines[0], &lines[1], &lines[2], &tail,
+                          &head, &ring_bell))
         return NULL;
-    if (!((Words *)words)->writable)
-        return PyErr_Format(PyExc_TypeError, "these words are a read-only view");
     Pusher *self = (Pusher *)PyType_GenericAlloc(type, 0);
     if (self == NULL)
         return NULL;
-    Py_ssize_t size;
     if ((self->view = hold(ring, 1, (void **)&self->ring, &size)) == NULL) {
         Py_DECREF(self);
         return NULL;
     }
     self->capacity = (uint64_t)size;
-    if (self->capacity < ALIGN || (self->capacity & (self->capacity - 1)) != 0 || tail % ALIGN || tail - head > self->capacity) {
-        Py_DECREF(self);
-        return PyErr_Format(PyExc_ValueError, "ring out of bounds: bytes=%zd", size);
-    }
     self->words = (Words *)Py_NewRef(words);
     self->ring_bell = Py_NewRef(ring_bell);
     self->tail_line = lines[0], self->head_line = lines[1], self->sleeping_line = lines[2];
@@ -125,7 +118,7 @@ static int publish_record(Pusher *self, _Atomic uint64_t *tail, _Atomic uint64_t
 /* Finds the words of the ring before anything is written; -1 with an exception. */
 static int ring_words(Pusher *self, _Atomic uint64_t **tail, _Atomic uint64_t **sleeping)
 {
-    *tail = word_of(self->words, self->tail_line);
+    *tail = written_word(self->words, self->tail_line);
     *sleeping = *tail == NULL ? NULL : word_of(self->words, self->sleeping_line);
     return *sleeping == NULL ? -1 : 0;
 }
@@ -195,7 +188,7 @@ static const uint64_t number_max[NUMBERS] = {PADDING - 1,  255,         STATES, 
 
 static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { SESSION = NUMBERS, ALLOCATOR, DIGESTS, ID, PRIORITY, TRACE, SESSION_DIGEST, ARGUMENTS };
+    enum { SESSION = NUMBERS, FLAGS, DIGESTS, ID, PRIORITY, TRACE, SESSION_DIGEST, ARGUMENTS };
     uint64_t n[NUMBERS];
     _Atomic uint64_t *tail, *sleeping;
     if (nargs != ARGUMENTS)
@@ -207,10 +200,10 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
         if (n[i] > number_max[i])
             return PyErr_Format(PyExc_ValueError, "hint out of bounds: argument %d is %llu, max %llu", i, n[i], number_max[i]);
     }
-    if (!PyObject_TypeCheck(args[ALLOCATOR], allocator_type) || !PyList_Check(args[DIGESTS]) ||
+    if (!PyObject_TypeCheck(args[FLAGS], flags_type) || !PyList_Check(args[DIGESTS]) ||
         !PyBytes_Check(args[TRACE]) || !PyBytes_Check(args[SESSION_DIGEST]))
-        return PyErr_Format(PyExc_TypeError, "a hint takes an Allocator, a list of digests, and bytes of a trace and a session");
-    Allocator *allocator = (Allocator *)args[ALLOCATOR];
+        return PyErr_Format(PyExc_TypeError, "a hint takes Flags, a list of digests, and bytes of a trace and a session");
+    Flags *flags = (Flags *)args[FLAGS];
     PyObject *digests = args[DIGESTS];
     Py_ssize_t count = (Py_ssize_t)n[COUNT], wanted = pages_of((Py_ssize_t)n[ITEMS]);
     PyObject *first = PyList_Size(digests) > 0 ? PyList_GetItem(digests, 0) : NULL;
@@ -239,7 +232,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
         goto end;
     /* Without room the cost does not depend on the number of digests. */
     int room = length > max_payload(self) ? 0 : fits(self, length);
-    room = room <= 0 ? room : has_flag(allocator, (Py_ssize_t)n[ITEMS]);
+    room = room <= 0 ? room : has_flag(flags, (Py_ssize_t)n[ITEMS]);
     if (room <= 0) {
         result = room == 0 ? Py_NewRef(Py_None) : NULL;
         goto end;
@@ -258,12 +251,12 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
         at += size;
     }
     /* Last: from here on nothing can fail but for want of memory, and then the flag would never be given back. */
-    int64_t generation = take(allocator, n[STATE], (Py_ssize_t)n[ITEMS], &index);
+    int64_t generation = take(flags, n[STATE], (Py_ssize_t)n[ITEMS], &index);
     if (generation <= 0) {
         result = generation == 0 ? Py_NewRef(Py_None) : NULL;
         goto end;
     }
-    PyObject *lent = PyList_GetItem(allocator->flags->tables, index);
+    PyObject *lent = PyList_GetItem(flags->tables, index);
     for (Py_ssize_t i = 0; i < wanted; i++)
         pages = put(pages, PyLong_AsUnsignedLongMask(PyList_GetItem(lent, i)), 4);
     head = put(put(put(put(head, n[VERSION], 2), (uint64_t)size, 2), (uint64_t)name_bytes, 2), (uint64_t)wanted, 2);
@@ -276,7 +269,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     if (handle == NULL)
         goto end;
     *handle = (Handle){.ob_base = handle->ob_base,
-                       .flags = (Flags *)Py_NewRef(allocator->flags),
+                       .flags = (Flags *)Py_NewRef(flags),
                        .session = Py_NewRef(args[SESSION]),
                        .digests = Py_NewRef(digests),
                        .flag = index,
@@ -296,26 +289,14 @@ static PyMethodDef Pusher_methods[] = {
     {"fits", (PyCFunction)Pusher_fits, METH_O, "fits(length) -> bool: whether such a payload can be pushed now"},
     {"hint", (PyCFunction)(void (*)(void))Pusher_hint, METH_FASTCALL,
      "hint(kind, version, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, session, "
-     "allocator, digests, request_id, priority, trace, session_digest) -> Handle, or None without a flag or room"},
+     "flags, digests, request_id, priority, trace, session_digest) -> Handle, or None without a flag or room"},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot Pusher_slots[] = {
-    {Py_tp_doc, "Pusher(ring, words, lines, tail, head, ring_bell): pushes records"},
-    {Py_tp_new, Pusher_new},
-    {Py_tp_dealloc, Pusher_dealloc},
-    {Py_tp_methods, Pusher_methods},
-    {0, NULL},
-};
+TYPE(Pusher, Py_TPFLAGS_BASETYPE, {Py_tp_new, Pusher_new},
+     {Py_tp_doc, "Pusher(ring, words, lines, tail, head, ring_bell): pushes records"});
 
-static PyType_Spec Pusher_spec = {
-    .name = "kvprefetch.shmring._atomics.Pusher",
-    .basicsize = sizeof(Pusher),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .slots = Pusher_slots,
-};
-
-int add_ring_types(PyObject *module)
+int add_pusher_type(PyObject *module)
 {
     return add_type(module, &Pusher_spec, "Pusher") == NULL ? -1 : 0;
 }

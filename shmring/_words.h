@@ -91,10 +91,33 @@ static inline _Atomic uint64_t *word_of(Words *self, Py_ssize_t index)
     return (_Atomic uint64_t *)self->words + index;
 }
 
+/* As word_of, of a word to write; with TypeError set where these may only be read. */
+static inline _Atomic uint64_t *written_word(Words *self, Py_ssize_t index)
+{
+    if (!self->writable)
+        return (void *)PyErr_Format(PyExc_TypeError, "these words are a read-only view");
+    return word_of(self, index);
+}
+
+/* The specification of a type, whose structure, dealloc and methods have its name; with one more flag and more slots. */
+#define TYPE(type, flag, ...) \
+    static PyType_Spec type##_spec = { \
+        .name = "kvprefetch.shmring._atomics." #type, \
+        .basicsize = sizeof(type), \
+        .flags = Py_TPFLAGS_DEFAULT | flag, \
+        .slots = (PyType_Slot[]){{Py_tp_dealloc, type##_dealloc}, {Py_tp_methods, type##_methods}, __VA_ARGS__, {0, NULL}}, \
+    }
+
+/* Makes a type, for the life of the process; NULL with an exception set. */
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name);
+
+/* Frees an object of such a type, or of a Python subclass. */
+void release(PyObject *self);
+
 /* Add the types of _flags.c, _handle.c and _ring.c, in this order; -1 with an exception set. */
-int add_flag_types(PyObject *module);
+int add_flags_type(PyObject *module);
 int add_handle_type(PyObject *module);
-int add_ring_types(PyObject *module);
+int add_pusher_type(PyObject *module);
 
 #pragma GCC visibility pop
 

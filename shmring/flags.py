@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ._atomics import Allocator, Flags, Words, fence
+from ._atomics import Flags, Words, fence
 from .layout import LINE_BYTES, PAGE_ENTRIES, Layout, pages_of
 
 STATE_BITS, COUNT_BITS = 4, 20
@@ -92,18 +92,19 @@ class FlagTable(Flags[Flag]):
     _words: Words
     _pages: npt.NDArray[np.uint32]
     _tables: list[Sequence[int]]  # of each flag: the pages lent to it
+    _free: list[int]  # flags and pages to hand out
+    _free_pages: list[int]
 
     def __new__(cls, buffer: memoryview, words: Words, layout: Layout) -> FlagTable:
         end = layout.table_offset + layout.page_count * PAGE_ENTRIES * 4
         # Only the flag lines: an index out of bounds is an IndexError, never another word.
         lines = Words(buffer[layout.flags_offset : layout.table_offset], writable=words.writable)
         table, tables = buffer[layout.table_offset : end], list[Sequence[int]]([()] * layout.flag_count)
-        self = super().__new__(cls, lines, tables, table, layout.slot_bound, Flag)
+        free, free_pages = list[int](), list[int]()
+        self = super().__new__(cls, lines, tables, free, free_pages, table, layout.slot_bound, Flag)
         self.flag_count, self.page_count = layout.flag_count, layout.page_count
-        self._words = lines
-        pages: npt.NDArray[np.uint32] = np.frombuffer(table, dtype="<u4")
-        self._pages = pages.reshape(layout.page_count, PAGE_ENTRIES)
-        self._tables = tables
+        self._words, self._tables, self._free, self._free_pages = lines, tables, free, free_pages
+        self._pages = np.frombuffer(table, dtype="<u4").reshape(layout.page_count, PAGE_ENTRIES)
         return self
 
     def load(self, index: int) -> int:
@@ -172,7 +173,7 @@ class FlagTable(Flags[Flag]):
             self._pages[pages[block // PAGE_ENTRIES], block % PAGE_ENTRIES] = slot
 
 
-class FlagAllocator(Allocator):
+class FlagAllocator(FlagTable):
     """Engine: hands out free flags, each with a new generation and pages. The daemon frees a flag by an exchange.
 
     `take(state, items)`, in C, returns (index, generation) of a flag now in `state` with count 0 and a slot table for
@@ -180,23 +181,17 @@ class FlagAllocator(Allocator):
     ago, so a daemon that frees nothing costs a bounded time.
     """
 
-    _table: FlagTable
-    _free: list[int]
-    _pages: list[int]
-    _returning: deque[int]
-
-    def __new__(cls, table: FlagTable) -> FlagAllocator:
-        free, pages = list(range(table.flag_count - 1, -1, -1)), list(range(table.page_count - 1, -1, -1))
-        self = super().__new__(cls, table, free, pages)
-        self._table, self._free, self._pages, self._returning = table, free, pages, deque()
-        return self
+    def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
+        self._free += range(self.flag_count - 1, -1, -1)
+        self._free_pages += range(self.page_count - 1, -1, -1)
+        self._returning = deque[int]()
 
     def room(self, blocks: int) -> bool:
         """Whether there are a flag and pages for so many blocks, as far as is known. The cost is bounded as above."""
         wanted = pages_of(blocks)
-        if not self._free or len(self._pages) < wanted:
+        if not self._free or len(self._free_pages) < wanted:
             self._collect()
-        return bool(self._free) and len(self._pages) >= wanted
+        return bool(self._free) and len(self._free_pages) >= wanted
 
     def give_back(self, index: int) -> None:
         """Return a flag; `take` hands it and its pages out again once the daemon set it FREE."""
@@ -205,9 +200,9 @@ class FlagAllocator(Allocator):
     def _collect(self) -> None:
         for _ in range(min(len(self._returning), _LOOKS_PER_TAKE)):
             index = self._returning.popleft()
-            if unpack(self._table.load(index)).state == FREE:
+            if self.flag(index).state == FREE:
                 self._free.append(index)
-                self._pages += self._table.lent(index)
-                self._table.lend(index, ())
+                self._free_pages += self.lent(index)
+                self.lend(index, ())
             else:
                 self._returning.append(index)

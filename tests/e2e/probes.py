@@ -282,4 +282,4 @@ def stall_a_step(engine: Any, seconds: float) -> None:
 
 def leak_a_flag(engine: Any) -> None:
     """Take a flag that no request has."""
-    _side(engine).scheduler_side.link.session.allocator.take(1, 1)
+    _side(engine).scheduler_side.link.session.flags.take(1, 1)

@@ -28,12 +28,12 @@ class Held:
 
     def __init__(self) -> None:
         self.control = Control(small_layout())
-        self.engine = FlagTable(self.control.buffer, self.control.words, self.control.layout)
+        self.engine = FlagAllocator(self.control.buffer, self.control.words, self.control.layout)
         self.daemon = FlagTable(self.control.buffer, self.control.words, self.control.layout)
-        producer, allocator = self.control.producer(), FlagAllocator(self.engine)
+        producer = self.control.producer()
         numbers = (int(RecordKind.HINT), PROTOCOL, HINTED, BLOCKS, BLOCKS, BLOCKS, 0, 99, 5)
         digests = [bytes([number]) * 8 for number in range(BLOCKS)]
-        handle = producer.hint(*numbers, "session", allocator, digests, "request", 0, NO_TRACE, NO_SESSION)
+        handle = producer.hint(*numbers, "session", self.engine, digests, "request", 0, NO_TRACE, NO_SESSION)
         assert handle is not None
         self.handle: Handle[str] = handle
         self.daemon.lend(handle.flag, self.engine.lent(handle.flag))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvprefetch.shmring import layout
 from kvprefetch.shmring._atomics import Handle
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, FlagTable, pack
+from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, pack
 from kvprefetch.shmring.layout import PAGE_ENTRIES, Line
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
@@ -31,8 +31,7 @@ class Side:
 
     def __init__(self, **sizes: int) -> None:
         self.control = Control(small_layout(**sizes))
-        self.table = FlagTable(self.control.buffer, self.control.words, self.control.layout)
-        self.allocator = FlagAllocator(self.table)
+        self.table = FlagAllocator(self.control.buffer, self.control.words, self.control.layout)
         self.producer, self.consumer = self.control.producer(), self.control.consumer()
 
     def hint(self, digests: Any, **changes: Any) -> Handle[str] | None:
@@ -47,7 +46,7 @@ class Side:
             "prompt_tokens": 99,
             "arrival_ns": 5,
             "session": "session",
-            "allocator": self.allocator,
+            "flags": self.table,
             "digests": digests,
             "request_id": "request",
             "priority": 0,
@@ -160,7 +159,7 @@ def test_without_a_flag_pages_or_room_there_is_no_hint_and_nothing_is_taken() ->
         {"prompt_tokens": 1 << 32},
         {"arrival_ns": 1 << 64},
         {"arrival_ns": "now"},
-        {"allocator": None},
+        {"flags": None},
         {"request_id": 7},
         {"priority": "high"},
         {"trace": b"short"},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvprefetch.kv import MAX_GROUPS
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
 from kvprefetch.shmring.errors import SegmentCorrupt
-from kvprefetch.shmring.flags import FlagAllocator, FlagTable, unpack
+from kvprefetch.shmring.flags import FlagAllocator, unpack
 from kvprefetch.shmring.layout import Layout, Line
 from kvprefetch.shmring.liveness import Liveness, PeerStatus
 from kvprefetch.shmring.ring import ALIGN, HEADER_BYTES, PADDING, Consumer, Producer
@@ -128,15 +128,14 @@ def test_nothing_but_paddings_ends_at_once(start_line: int) -> None:
         consumer.peek()
 
 
-def engine_uses_everything(control: Control, producer: Producer, taker: CreditTaker, allocator: FlagAllocator) -> None:
+def engine_uses_everything(control: Control, producer: Producer, taker: CreditTaker, table: FlagAllocator) -> None:
     """One pass of an engine's hot path; each call returns or reports corruption."""
-    table = FlagTable(control.buffer, control.words, control.layout)
     liveness = Liveness(control.words, consumer=False)
     assert liveness.peer(1) in PeerStatus
     for size in (0, 100, 2000):
         report(lambda size=size: producer.push(1, bytes(size)))
     report(lambda: taker.take(4))
-    taken = allocator.take(1, 1)
+    taken = table.take(1, 1)
     for index in range(control.layout.flag_count):
         flag = unpack(table.load(index))
         report(lambda index=index: table.found(index))
@@ -144,8 +143,8 @@ def engine_uses_everything(control: Control, producer: Producer, taker: CreditTa
         slots = report(lambda index=index, flag=flag: table.read_slots(index, 0, flag.count))
         assert slots is None or all(0 <= slot < control.layout.slot_bound for slot in slots)
     if taken is not None:
-        allocator.give_back(taken[0])
-    report(lambda: allocator.take(1, 1))
+        table.give_back(taken[0])
+    report(lambda: table.take(1, 1))
 
 
 def report(use: Callable[[], Any]) -> Any:
@@ -160,11 +159,11 @@ def test_an_engine_survives_whatever_a_broken_daemon_writes(rounds: list[list[tu
     control = Control(LAYOUT)
     producer = control.producer()
     taker = CreditTaker(control.buffer, control.words, control.layout)
-    allocator = FlagAllocator(FlagTable(control.buffer, control.words, control.layout))
+    table = FlagAllocator(control.buffer, control.words, control.layout)
     CreditGranter(control.buffer, control.words, control.layout).grant([1, 2, 3])
     for changes in rounds:
         flip(control, changes)
-        engine_uses_everything(control, producer, taker, allocator)
+        engine_uses_everything(control, producer, taker, table)
 
 
 @settings(max_examples=400, deadline=None)
@@ -177,8 +176,7 @@ def test_taking_up_a_segment_of_any_bytes_succeeds_or_is_refused(changes: list[t
     except SegmentCorrupt:
         return
     parts = control.buffer, control.words, layout
-    allocator = FlagAllocator(FlagTable(*parts))
-    allocator.take(1, 1)
+    FlagAllocator(*parts).take(1, 1)
     CreditGranter(*parts)
     taker = CreditTaker(*parts)
     report(lambda: taker.take(1))

@@ -16,7 +16,7 @@ import pytest
 from kvprefetch.shmring import view
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter, CreditTaker
-from kvprefetch.shmring.flags import FlagAllocator, FlagTable
+from kvprefetch.shmring.flags import FlagAllocator
 from kvprefetch.shmring.layout import HEADER_BYTES
 from kvprefetch.shmring.liveness import Liveness, PeerState
 from kvprefetch.shmring.ring import Consumer, Producer
@@ -169,8 +169,8 @@ def use_everything(buffer: memoryview, control: Control) -> None:
         consumer.advance()
     assert consumer.prepare_sleep()
     consumer.wake()
-    table = FlagTable(buffer, words, layout)
-    index, _ = FlagAllocator(table).take(1, 1) or (0, 0)
+    table = FlagAllocator(buffer, words, layout)
+    index, _ = table.take(1, 1) or (0, 0)
     table.set_found(index, 3)
     table.set_disk(index, 2)
     table.write_slots(index, 0, [2])

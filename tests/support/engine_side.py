@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
-from kvprefetch.shmring.flags import Flag, FlagAllocator, FlagTable, pack, unpack
+from kvprefetch.shmring.flags import Flag, FlagAllocator, pack, unpack
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Producer
@@ -89,8 +89,7 @@ class EngineSide:
         self.layout = Layout.read(buffer)
         self.words = Words(buffer)
         self.producer = Producer(buffer, self.words, self.layout, ring_bell)
-        self.table = FlagTable(buffer, self.words, self.layout)
-        self.flags = FlagAllocator(self.table)
+        self.table = self.flags = FlagAllocator(buffer, self.words, self.layout)
         self.credits = CreditTaker(buffer, self.words, self.layout)
         self.liveness = Liveness(self.words, consumer=False)
 
