@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...shmring.errors import DeviceError
 from ...shmring.gpu import cuda
-from ...shmring.gpu.cuda import Device, Event, SharedMemory, Stream
+from ...shmring.gpu.cuda import Device, SharedMemory, Stream
 from ...shmring.gpu.driver import GRAIN_BYTES, calls, pieces
 from ..config.sizes import size_text, whole_mib
 
@@ -135,9 +135,8 @@ class DeviceStaging:
         """Copy (host slot, device slot) on every rank, and wait for the copies. Returns an error, or ""."""
 
         def work() -> None:
-            events = [self._queue(number, rank, slots) for number, rank in enumerate(self._ranks)]
-            for event in events:
-                event.wait()
+            for stream in [self._queue(number, rank, slots) for number, rank in enumerate(self._ranks)]:
+                stream.wait()
 
         return self._use(work)
 
@@ -152,14 +151,14 @@ class DeviceStaging:
                 return str(error)
             return ""
 
-    def _queue(self, number: int, rank: _Rank, slots: Sequence[tuple[int, int]]) -> Event:
-        """Queue a rank's copies; return the event behind them."""
+    def _queue(self, number: int, rank: _Rank, slots: Sequence[tuple[int, int]]) -> Stream:
+        """Queue a rank's copies; return their stream."""
         assert rank.stream is not None
         assert self._host is not None
         for host, device in slots:
             target = rank.memory.address + (device - self._host.slot_count) * rank.slot_bytes
             rank.stream.copy(target, self._host.addresses(host)[number], rank.slot_bytes)
-        return rank.stream.record()
+        return rank.stream
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

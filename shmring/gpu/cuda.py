@@ -163,15 +163,13 @@ class Memory:
             undo.callback(driver.call, "cuMemAddressFree", self.address, size_bytes)
             driver.call("cuMemMap", self.address, size_bytes, 0, handle, 0)
             undo.callback(driver.call, "cuMemUnmap", self.address, size_bytes)
-            access = driver.Access(device.index)
-            driver.call("cuMemSetAccess", self.address, size_bytes, ctypes.byref(access), 1)
+            driver.call("cuMemSetAccess", self.address, size_bytes, driver.access(device.index), 1)
             self._undo = undo.pop_all()
 
     @classmethod
     def create(cls, device: Device, size_bytes: int) -> Memory:
         device.make_current()
-        wanted = driver.Allocation(device.index)
-        return cls(device, driver.asked("cuMemCreate", size_bytes, ctypes.byref(wanted), 0), size_bytes)
+        return cls(device, driver.asked("cuMemCreate", size_bytes, driver.allocation(device.index), 0), size_bytes)
 
     @classmethod
     def imported(cls, device: Device, descriptor: int, size_bytes: int) -> Memory:
@@ -201,8 +199,14 @@ class Stream:
     def __init__(self, device: Device) -> None:
         self._device = device
         device.make_current()
-        self.pointer = driver.asked("cuStreamCreate", device.runtime.streamNonBlocking)
-        self._events: set[Event] = set()
+        with ExitStack() as undo:
+            self.pointer = driver.asked("cuStreamCreate", device.runtime.streamNonBlocking)
+            undo.callback(driver.call, "cuStreamDestroy_v2", self.pointer)
+            flags = device.runtime.eventDisableTiming | device.runtime.eventBlockingSync
+            self._event = int(device.call("eventCreateWithFlags", flags))
+            undo.callback(device.call, "eventDestroy", self._event)
+            undo.callback(device.call, "streamSynchronize", self.pointer)
+            self._undo = undo.pop_all()
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy between two addresses of device memory or registered host memory.
@@ -212,47 +216,14 @@ class Stream:
         kind = self._device.runtime.memcpyDefault
         self._device.call("memcpyAsync", target, source, size_bytes, kind, self.pointer)
 
-    def record(self) -> Event:
-        """Return the point behind everything queued so far."""
-        event = Event(self._device, self._events)
-        self._device.call("eventRecord", event.pointer, self.pointer)
-        return event
+    def wait(self) -> None:
+        """Wait for everything queued so far, without spinning."""
+        self._device.call("eventRecord", self._event, self.pointer)
+        self._device.call("eventSynchronize", self._event)
 
     def close(self) -> None:
-        """Finish the queued work, then destroy the stream and its events."""
-        pointer, self.pointer = self.pointer, 0
-        if not pointer:
-            return
-        try:
-            self._device.call("streamSynchronize", pointer)
-        finally:
-            for event in list(self._events):
-                event.destroy()
-            driver.call("cuStreamDestroy_v2", pointer)
-
-
-class Event:
-    """A point in a stream; it is destroyed after its wait, or with its stream."""
-
-    def __init__(self, device: Device, alive: set[Event]) -> None:
-        self._device, self._alive = device, alive
-        flags = device.runtime.eventDisableTiming | device.runtime.eventBlockingSync
-        self.pointer = int(device.call("eventCreateWithFlags", flags))
-        alive.add(self)
-
-    def wait(self) -> None:
-        """Wait for the point without spinning."""
-        if self.pointer:
-            try:
-                self._device.call("eventSynchronize", self.pointer)
-            finally:
-                self.destroy()
-
-    def destroy(self) -> None:
-        pointer, self.pointer = self.pointer, 0
-        self._alive.discard(self)
-        if pointer:
-            self._device.call("eventDestroy", pointer)
+        """Finish the queued work, then destroy the stream."""
+        self._undo.close()
 
 
 class Kernel:

@@ -12,10 +12,11 @@ import ctypes
 import functools
 import math
 import mmap
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from ctypes import c_int, c_ubyte, c_uint64
+from ctypes import c_ubyte, c_uint64
 from typing import Any
 
 from ..errors import DeviceError
@@ -28,38 +29,14 @@ GRAIN_BYTES = 2 << 20  # device memory for another process consists of whole gra
 PIECE_BYTES = 16 << 20  # registered at a time, some milliseconds: other calls into CUDA may wait meanwhile
 
 
-class Location(ctypes.Structure):
-    """CUmemLocation: memory of a device."""
-
-    _fields_ = (("type", c_int), ("device", c_int))
-
-    def __init__(self, device: int) -> None:
-        super().__init__(type=1, device=device)  # CU_MEM_LOCATION_TYPE_DEVICE
+def allocation(device: int) -> bytes:
+    """Return a CUmemAllocationProp: pinned memory of the device, for export as a descriptor."""
+    return struct.pack("4iP8x", 1, POSIX_DESCRIPTOR, 1, device, 0)
 
 
-class Allocation(ctypes.Structure):
-    """CUmemAllocationProp: of memory that is exported as a descriptor."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handles", c_int),
-        ("location", Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", c_ubyte * 8),
-    )
-
-    def __init__(self, device: int) -> None:
-        # CU_MEM_ALLOCATION_TYPE_PINNED
-        super().__init__(type=1, handles=POSIX_DESCRIPTOR, location=Location(device))
-
-
-class Access(ctypes.Structure):
-    """CUmemAccessDesc: a device may read and write."""
-
-    _fields_ = (("location", Location), ("flags", c_int))
-
-    def __init__(self, device: int) -> None:
-        super().__init__(location=Location(device), flags=3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+def access(device: int) -> bytes:
+    """Return a CUmemAccessDesc: the device may read and write its own memory."""
+    return struct.pack("3i", 1, device, 3)
 
 
 class LegacyHandle(ctypes.Structure):

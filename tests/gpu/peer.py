@@ -25,13 +25,13 @@ def pattern(seed: int, size_bytes: int) -> Any:
 def write(stream: Stream, memory: SharedMemory, seed: int) -> None:
     data = pattern(seed, memory.size_bytes)
     stream.copy(memory.address, data.ctypes.data, len(data))
-    stream.record().wait()
+    stream.wait()
 
 
 def read(stream: Stream, memory: SharedMemory) -> Any:
     data = np.empty(memory.size_bytes, np.uint8)
     stream.copy(data.ctypes.data, memory.address, len(data))
-    stream.record().wait()
+    stream.wait()
     return data
 
 

@@ -256,12 +256,12 @@ def test_registered_memory_is_copied_across_pieces_slot_by_slot(device: Device, 
             device.register(host.ctypes.data, parts[0][1])
         memory = device.allocate(slots * slot_bytes)
         undo.callback(memory.close)
-        undo.callback(lambda: stream.record().wait())
+        undo.callback(stream.wait)
         back = np.zeros(slots * slot_bytes, np.uint8)
         for slot in range(slots):
             stream.copy(memory.address + slot * slot_bytes, host.ctypes.data + slot * slot_bytes, slot_bytes)
         stream.copy(back.ctypes.data, memory.address, len(back))
-        stream.record().wait()
+        stream.wait()
         assert (back == host[: len(back)]).all()
 
 

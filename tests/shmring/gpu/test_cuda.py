@@ -136,7 +136,7 @@ def test_a_device_is_for_any_thread_beside_those_of_other_gpus(device: Device) -
             for _ in range(50):
                 memory, stream = one.allocate(GRAIN_BYTES), one.stream()
                 stream.copy(memory.address, memory.address + 4096, 64)
-                stream.record().wait()
+                stream.wait()
                 stream.close()
                 memory.close()
         except BaseException as error:
@@ -233,9 +233,8 @@ fakecuda.load()
 device = cuda.open_device(fakecuda.UUID)
 stream, memory = device.stream(), device.allocate(4096)
 stream.copy(memory.address, memory.address + 64, 64)
-event = stream.record()
 threading.Timer(0.1, lambda: open(fakecuda.folder() / "faults" / "lost", "w").write("999")).start()
-for call in (event.wait, stream.close, device.free_bytes, lambda: device.allocate(4096), lambda: cuda.Device(0, "x")):
+for call in (stream.wait, stream.close, device.free_bytes, lambda: device.allocate(4096), lambda: cuda.Device(0, "x")):
     try:
         call()
     except DeviceError as error:

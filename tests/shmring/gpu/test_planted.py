@@ -28,8 +28,8 @@ FAULTS = [
     Fault(
         "a copy is over only when its event says so",
         "daemon.engine.device",
-        "            for event in events:\n                event.wait()\n",
-        "",
+        "                stream.wait()",
+        "                pass",
         "tests/gpu/test_daemon.py::test_a_worker_loads_from_both_places_what_the_daemon_staged",
         "AssertionError",
     ),
@@ -68,8 +68,8 @@ FAULTS = [
     Fault(
         "a stream is given back",
         "shmring.gpu.cuda",
-        '            driver.call("cuStreamDestroy_v2", pointer)',
-        "            pass",
+        '            undo.callback(driver.call, "cuStreamDestroy_v2", self.pointer)\n',
+        "",
         "tests/shmring/gpu/test_cuda.py::test_a_device_is_for_any_thread_beside_those_of_other_gpus",
         "-context-",
     ),
@@ -92,7 +92,7 @@ FAULTS = [
     Fault(
         "mapped memory has no access before it is given",
         "shmring.gpu.cuda",
-        '            driver.call("cuMemSetAccess", self.address, size_bytes, ctypes.byref(access), 1)\n',
+        '            driver.call("cuMemSetAccess", self.address, size_bytes, driver.access(device.index), 1)\n',
         "",
         "tests/gpu/test_memory.py::test_what_one_process_writes_the_other_reads",
         "FAKECUDA: a GPU has no access",
