@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
     @property
     def window_blocks(self) -> int:
-        """Blocks of a window, before a token at the begin of a block."""
+        """Blocks of a window, before a token at the begin of a block; of a state one."""
         return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
 
     def first(self, tokens: _T) -> _T:
@@ -64,11 +64,9 @@ class Group(NamedTuple):
         `tokens`: multiples of the block's.  A prefix needs all blocks from there to its end.
         """
         ends = tokens // self.block_tokens
-        if self.kind is Kind.WINDOW:
-            return ends - self.window_blocks
         if self.kind is Kind.CHUNK:
             return tokens // self.window_tokens * self.window_tokens // self.block_tokens
-        return ends - 1 if self.kind is Kind.STATE else ends * 0
+        return ends * 0 if self.kind is Kind.FULL else ends - self.window_blocks
 
 
 @dataclass(frozen=True)
@@ -192,12 +190,10 @@ class Groups:
         most = 0
         for group in self.groups:
             blocks = (usable - local) // group.block_tokens
-            if group.kind is Kind.WINDOW:
-                blocks = min(blocks, group.window_blocks)
-            elif group.kind is Kind.CHUNK:
+            if group.kind is Kind.CHUNK:
                 blocks = min(blocks, group.window_tokens // group.block_tokens)
-            elif group.kind is Kind.STATE:
-                blocks = min(blocks, 1)
+            elif group.kind is not Kind.FULL:
+                blocks = min(blocks, group.window_blocks)
             most += blocks
         return most
 
@@ -206,17 +202,9 @@ class Groups:
         if tokens <= local:
             return [range(0)] * len(self.groups)
         return [
-            range(
-                max(local // group.block_tokens, group.first(tokens), 0) if windowed else local // group.block_tokens,
-                tokens // group.block_tokens,
-            )
-            for group, windowed in self._windowed
+            range(max(local // group.block_tokens, group.first(tokens)), tokens // group.block_tokens)
+            for group in self.groups
         ]
-
-    @cached_property
-    def _windowed(self) -> list[tuple[Group, bool]]:
-        """Return each group, and whether it does not need all its blocks."""
-        return [(group, group.kind is not Kind.FULL) for group in self.groups]
 
     def spans(self, local: int, staged: int, start: int, stop: int) -> list[range]:
         """Return which entries of a prefix's slot table are those of the blocks to load for tokens [start, stop).

@@ -6,9 +6,8 @@ A block's name is its digest and, in a last byte, the number of its KV group.  P
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import compress
-from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +38,10 @@ class Choice(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """Blocks of a group, in a range or one by one; `asked`: how many are not staged, and which."""
+    """Blocks of a group, in a range or one by one; `mask`: which of them are not staged, and asked for."""
 
     number: int
     blocks: range | Numbers
-    asked: int
     mask: bytes
 
 
@@ -57,25 +55,6 @@ class Prompt:
     With several groups a prefix is of use with all its blocks alone: a shorter one needs other blocks.  With one each
     leading part is a prefix, too, and `names` has all blocks from the beginning.
     """
-
-    __slots__ = (
-        "_asked",
-        "_bases",
-        "_chosen",
-        "_digests",
-        "_end",
-        "_entries",
-        "_full",
-        "_groups",
-        "_known",
-        "_local",
-        "_room",
-        "_staged",
-        "_width",
-        "local_blocks",
-        "name_bytes",
-        "names",
-    )
 
     def __init__(
         self, groups: Groups, hashes: bytes | memoryview, blocks: range, *, room: int, staged: Callable[[bytes], bool]
@@ -133,9 +112,8 @@ class Prompt:
             for number, blocks in wanted:
                 names = self._names(number, blocks[: most - len(asked)])
                 mask = bytes(map(self._staged, names)).translate(_NOT)
-                count = mask.count(1)
-                self._asked.append(_Question(number, blocks[: len(names)], count, mask))
-                asked += names if count == len(names) else compress(names, mask)
+                self._asked.append(_Question(number, blocks[: len(names)], mask))
+                asked += compress(names, mask)
             if asked:
                 return asked
             self.found(b"", b"")
@@ -144,7 +122,8 @@ class Prompt:
     def found(self, present: bytes, on_disk: bytes) -> None:
         """Take a byte for each name that `next` returned last; names without a byte are absent."""
         at, questions, self._asked = 0, self._asked, []
-        for number, blocks, count, mask in questions:
+        for number, blocks, mask in questions:
+            count = mask.count(1)
             part = slice(at, at + count)
             there, disk = int.from_bytes(present[part], "little"), int.from_bytes(on_disk[part], "little")
             states = (MEMORY * there + (DISK - MEMORY) * (there & disk)).to_bytes(count, "little")  # byte by byte
@@ -290,8 +269,9 @@ class Prompt:
         found = zip(self._groups.items(self._local, tokens), self._bases, strict=True)
         return [range(items.start - base, items.stop - base) if items else items for items, base in found]
 
-    def _names(self, number: int, blocks: range | Numbers) -> Sequence[bytes]:
-        return _struct_of(len(blocks), self.name_bytes).unpack(self._joined(number, blocks))
+    def _names(self, number: int, blocks: range | Numbers) -> list[bytes]:
+        names: list[bytes] = np.frombuffer(self._joined(number, blocks), f"V{self.name_bytes}").tolist()
+        return names
 
     def _joined(self, number: int, blocks: range | Numbers) -> bytearray:
         if self._digests is None:
@@ -311,9 +291,3 @@ class Prompt:
 @cache
 def _type_of_names(digest_bytes: int) -> np.dtype[np.void]:
     return np.dtype([("digest", f"V{digest_bytes}"), ("group", np.uint8)])
-
-
-@lru_cache(1 << 13)
-def _struct_of(count: int, size: int) -> Struct:
-    """Return a Struct that cuts joined names; to make one costs as much as to use it."""
-    return Struct(f"{size}s" * count)
