@@ -54,17 +54,22 @@ static void Flags_dealloc(Flags *self)
     release((PyObject *)self);
 }
 
+static PyObject *imported(const char *from, const char *name)
+{
+    PyObject *module = PyImport_ImportModule(from), *found = module == NULL ? NULL : PyObject_GetAttrString(module, name);
+    Py_XDECREF(module);
+    return found;
+}
+
 PyObject *corrupt(const char *format, ...)
 {
-    PyObject *module = PyImport_ImportModule("kvprefetch.shmring.errors");
-    PyObject *kind = module == NULL ? NULL : PyObject_GetAttrString(module, "SegmentCorrupt");
+    PyObject *kind = imported("kvprefetch.shmring.errors", "SegmentCorrupt");
     va_list values;
     va_start(values, format);
     if (kind != NULL)
         PyErr_FormatV(kind, format, values);
     va_end(values);
     Py_XDECREF(kind);
-    Py_XDECREF(module);
     return NULL;
 }
 
@@ -248,9 +253,7 @@ TYPE(Flags, Py_TPFLAGS_BASETYPE, {Py_tp_new, Flags_new},
 
 int add_flags_type(PyObject *module)
 {
-    PyObject *array = PyImport_ImportModule("array");
-    array_type = array == NULL ? NULL : PyObject_GetAttrString(array, "array");
-    Py_XDECREF(array);
+    array_type = imported("array", "array");
     new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
     return array_type == NULL || (flags_type = add_type(module, &Flags_spec, "Flags")) == NULL ? -1 : 0;
 }

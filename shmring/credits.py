@@ -36,10 +36,7 @@ class CreditGranter:
 
     def grant(self, slots: list[int]) -> None:
         """Grant these slots. The caller keeps at most `credit_entries` outstanding."""
-        start = self._granted & self._mask
-        room = self._mask + 1 - start
-        self._entries[start : start + len(slots)] = slots[:room]
-        self._entries[: max(0, len(slots) - room)] = slots[room:]
+        self._entries[[self._granted + i & self._mask for i in range(len(slots))]] = slots
         self._granted += len(slots)
         # SYNC credit: slot number visible with the counter
         self._words.store_release(Line.CREDITS_GRANTED, self._granted)

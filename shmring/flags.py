@@ -87,8 +87,6 @@ class FlagTable(Flags[Flag]):
       SegmentCorrupt for a slot out of bounds.
     """
 
-    flag_count: int
-    page_count: int
     _words: Words
     _pages: npt.NDArray[np.uint32]
     _tables: list[Sequence[int]]  # of each flag: the pages lent to it
@@ -102,7 +100,6 @@ class FlagTable(Flags[Flag]):
         table, tables = buffer[layout.table_offset : end], list[Sequence[int]]([()] * layout.flag_count)
         free, free_pages = list[int](), list[int]()
         self = super().__new__(cls, lines, tables, free, free_pages, table, layout.slot_bound, Flag)
-        self.flag_count, self.page_count = layout.flag_count, layout.page_count
         self._words, self._tables, self._free, self._free_pages = lines, tables, free, free_pages
         self._pages = np.frombuffer(table, dtype="<u4").reshape(layout.page_count, PAGE_ENTRIES)
         return self
@@ -143,8 +140,8 @@ class FlagTable(Flags[Flag]):
 
     def lent(self, index: int) -> Sequence[int]:
         """Return the pages of the flag's slot table. Raises IndexError."""
-        if not 0 <= index < self.flag_count:
-            raise IndexError(f"flag outside the slot table: flag={index} max={self.flag_count - 1}")
+        if not 0 <= index < len(self._tables):
+            raise IndexError(f"flag outside the slot table: flag={index} max={len(self._tables) - 1}")
         return self._tables[index]
 
     def write_slots(self, index: int, start: int, slots: npt.ArrayLike) -> None:
@@ -182,8 +179,8 @@ class FlagAllocator(FlagTable):
     """
 
     def __init__(self, buffer: memoryview, words: Words, layout: Layout) -> None:
-        self._free += range(self.flag_count - 1, -1, -1)
-        self._free_pages += range(self.page_count - 1, -1, -1)
+        self._free += range(layout.flag_count - 1, -1, -1)
+        self._free_pages += range(layout.page_count - 1, -1, -1)
         self._returning = deque[int]()
 
     def room(self, blocks: int) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from .errors import SegmentCorrupt
 
@@ -64,13 +64,14 @@ class Layout:
     Slots [0, slot_count) lie in host memory, slots [slot_count, slot_bound) in device memory.
     """
 
+    # In the order of the geometry.
+    epoch: int
     ring_bytes: int
     flag_count: int
     page_count: int
     table_entries: int
     credit_entries: int
     slot_count: int
-    epoch: int
     device_slots: int = 0
 
     def __post_init__(self) -> None:
@@ -118,23 +119,20 @@ class Layout:
 
     def write(self, buffer: memoryview) -> None:
         """Write magic and geometry into the header, before anybody else can see the segment."""
-        sizes = (self.ring_bytes, self.flag_count, self.page_count, self.table_entries, self.credit_entries)
-        slots = (self.slot_count, self.device_slots)
-        _GEOMETRY.pack_into(buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, self.epoch, *sizes, *slots)
+        _GEOMETRY.pack_into(buffer, 0, MAGIC, LAYOUT_VERSION, self.total_bytes, *astuple(self))
 
     @classmethod
     def read(cls, buffer: memoryview) -> Layout:
         """Copy and check the geometry of a mapped segment. Raises SegmentCorrupt with field, value and bound."""
         if len(buffer) < HEADER_BYTES:
             raise SegmentCorrupt(f"segment is shorter than its header: bytes={len(buffer)} header={HEADER_BYTES}")
-        geometry = _GEOMETRY.unpack_from(buffer, 0)
-        magic, version, total, epoch, ring, flags, pages, entries, credit_entries, slots, device_slots = geometry
+        magic, version, total, *geometry = _GEOMETRY.unpack_from(buffer, 0)
         if magic != MAGIC:
             raise SegmentCorrupt(f"not a kvprefetch segment: magic={magic:#x} expected={MAGIC:#x}")
         if version != LAYOUT_VERSION:
             raise SegmentCorrupt(f"layout version differs: version={version} expected={LAYOUT_VERSION}")
         try:
-            layout = cls(ring, flags, pages, entries, credit_entries, slots, epoch, device_slots)
+            layout = cls(*geometry)
         except ValueError as error:
             raise SegmentCorrupt(f"geometry out of bounds: {error}") from None
         if total != layout.total_bytes or total > len(buffer):

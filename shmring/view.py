@@ -21,15 +21,8 @@ def describe(buffer: memoryview, now_ns: int, state_names: Mapping[int, str] | N
 
     The caller's protocol names the flag states in `state_names`; a state without a name is shown as its number.
     """
-    layout = Layout.read(buffer)
-    words = Words(buffer, writable=False)
-    try:
-        return _numbers(buffer, words, layout, now_ns, state_names or {})
-    finally:
-        words.release()
-
-
-def _numbers(buffer: memoryview, words: Words, layout: Layout, now_ns: int, names: Mapping[int, str]) -> dict[str, Any]:
+    layout, names = Layout.read(buffer), state_names or {}
+    words = Words(buffer, writable=False)  # it lets go of the buffer with this call
     impossible: list[str] = []
 
     def within(name: str, value: int, high: int) -> int:

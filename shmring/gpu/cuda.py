@@ -12,7 +12,6 @@ the same address on the device.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import uuid as uuids
 from contextlib import ExitStack
@@ -32,15 +31,6 @@ PCI = Path("/sys/bus/pci/devices")
 Argument = npt.NDArray[np.void]
 
 _devices: dict[str, Device] = {}
-
-
-@functools.cache
-def _cupy() -> Any:
-    try:
-        import cupy
-    except Exception as error:  # it loads CUDA's libraries, so it can raise more than ImportError
-        raise DeviceError(f"cupy cannot be imported: {_line(error)}") from error
-    return cupy
 
 
 def _line(error: BaseException) -> str:
@@ -74,11 +64,15 @@ class Device:
     """
 
     def __init__(self, index: int, uuid: str) -> None:
-        self.index, self.uuid, self.cupy = index, uuid, _cupy()
-        self.runtime = self.cupy.cuda.runtime
-        self.processors = driver.attribute(driver.PROCESSORS, index)
-        self._same_addresses = driver.attribute(driver.SAME_ADDRESSES, index)
-        self._descriptors = driver.attribute(driver.DESCRIPTORS, index)
+        try:
+            import cupy
+        except Exception as error:  # it loads CUDA's libraries, so it can raise more than ImportError
+            raise DeviceError(f"cupy cannot be imported: {_line(error)}") from error
+        self.index, self.uuid, self.cupy = index, uuid, cupy
+        self.runtime = cupy.cuda.runtime
+        asked = (driver.PROCESSORS, driver.SAME_ADDRESSES, driver.DESCRIPTORS)
+        found = (driver.asked("cuDeviceGetAttribute", each, index) for each in asked)
+        self.processors, self._same_addresses, self._descriptors = found
         driver.asked("cuDevicePrimaryCtxRetain", index)  # the slow part of the first cudaSetDevice
 
     def make_current(self) -> None:

@@ -70,11 +70,6 @@ def asked(name: str, *values: Any) -> int:
     return found.value
 
 
-def attribute(number: int, index: int) -> int:
-    """Return a CUdevice_attribute of a device. Raises DeviceError."""
-    return asked("cuDeviceGetAttribute", number, index)
-
-
 def pieces(size_bytes: int, slot_bytes: int) -> list[tuple[int, int]]:
     """Return (offset, bytes) of the pieces in which to register a segment of slots.
 

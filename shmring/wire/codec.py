@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -57,27 +58,21 @@ def _skew(theirs: object, version: object) -> str:
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     """Send one packet, with descriptors beside it."""
-    data = encode_message(message)
-    if fds:
-        socket.send_fds(sock, [data], list(fds))
-    else:
-        sock.send(data)
+    socket.send_fds(sock, [encode_message(message)], list(fds))
 
 
 def receive_message(sock: socket.socket, max_fds: int = 2) -> tuple[Message, list[int]] | None:
     """Wait for one packet; None at the end of file. The caller owns the descriptors. Raises ProtocolError, OSError."""
     data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not data:
-            for fd in fds:  # an empty packet, which may carry descriptors, reads like the end
-                socket.close(fd)
+    with ExitStack() as undo:
+        for fd in fds:
+            undo.callback(socket.close, fd)
+        if not data:  # an empty packet, which may carry descriptors, reads like the end
             return None
         if flags & socket.MSG_CTRUNC and len(fds) < max_fds:
             raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)} (ulimit -n), for what came with a message")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"control message is too large: max_bytes={MAX_MESSAGE_BYTES} max_fds={max_fds}")
-        return decode_message(data), fds
-    except (ProtocolError, OSError):
-        for fd in fds:
-            socket.close(fd)
-        raise
+        message = decode_message(data)
+        undo.pop_all()
+        return message, fds

@@ -53,7 +53,7 @@ class FakeDaemon:
         self, clock: Clock, *, epoch: int = 1, flags: int = 16, slots: int = 64, ring: int = 1 << 16, entries: int = 64
     ) -> None:
         self.clock = clock
-        self.layout = Layout(ring, flags, flags, entries, 64, slots, epoch)
+        self.layout = Layout(epoch, ring, flags, flags, entries, 64, slots)
         self.segment = Segment.create(self.layout.total_bytes)
         self.layout.write(self.segment.buffer)
         self.words = Words(self.segment.buffer)

@@ -30,8 +30,8 @@ def engine_of(control: Control) -> FlagAllocator:
 def table_of(control: Control) -> FlagTable:
     """Flags with a page each."""
     table = FlagTable(control.buffer, control.words, control.layout)
-    for index in range(table.flag_count):
-        table.lend(index, [index % table.page_count])
+    for index in range(control.layout.flag_count):
+        table.lend(index, [index % control.layout.page_count])
     return table
 
 
