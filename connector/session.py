@@ -46,11 +46,11 @@ class SchedulerSession:
             )
         self.epoch = layout.epoch
         self.layout = layout
-        self.words = Words(segment.buffer)
-        self.flags = FlagAllocator(segment.buffer, self.words, layout)
-        self.credits = CreditTaker(segment.buffer, self.words, layout)
-        self.producer = Producer(segment.buffer, self.words, layout, doorbell.ring)
-        self.liveness = Liveness(self.words, consumer=False)
+        words = Words(segment.buffer)
+        self.flags = FlagAllocator(segment.buffer, words, layout)
+        self.credits = CreditTaker(segment.buffer, words, layout)
+        self.producer = Producer(segment.buffer, words, layout, doorbell.ring)
+        self.liveness = Liveness(words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
         self.segment = segment
         segment.close()  # its descriptor; the views above keep the memory mapped

@@ -98,15 +98,6 @@ static PyObject *Words_publish(Words *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
 
-static PyObject *Words_release(Words *self, PyObject *Py_UNUSED(ignored))
-{
-    self->count = 0;
-    Py_CLEAR(self->view);
-    Py_RETURN_NONE;
-}
-
-static Py_ssize_t Words_length(Words *self) { return self->count; }
-
 static PyMethodDef Words_methods[] = {
     {"load_acquire", (PyCFunction)Words_load_acquire, METH_O, "load_acquire(index) -> int"},
     {"store_release", (PyCFunction)Words_store_release, METH_VARARGS, "store_release(index, value)"},
@@ -114,7 +105,6 @@ static PyMethodDef Words_methods[] = {
      "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
     {"publish", (PyCFunction)Words_publish, METH_VARARGS,
      "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
-    {"release", (PyCFunction)Words_release, METH_NOARGS, "release(): release the buffer; every later access raises"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -124,7 +114,7 @@ static PyMemberDef Words_members[] = {
 };
 
 TYPE(Words, Py_TPFLAGS_IMMUTABLETYPE, {Py_tp_new, Words_new}, {Py_tp_members, Words_members},
-     {Py_sq_length, Words_length}, {Py_tp_doc, "Words(buffer, writable=True): aligned 64-bit words shared between processes"});
+     {Py_tp_doc, "Words(buffer, writable=True): aligned 64-bit words shared between processes"});
 
 static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {

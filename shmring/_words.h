@@ -61,9 +61,9 @@ PyAPI_FUNC(int) PyObject_AsWriteBuffer(PyObject *, void **, Py_ssize_t *);
 
 typedef struct {
     PyObject_HEAD
-    PyObject *view; /* a memoryview; NULL after release() */
+    PyObject *view; /* a memoryview */
     void *words;
-    Py_ssize_t count; /* words; 0 after release() */
+    Py_ssize_t count; /* words */
     char writable;
 } Words;
 

@@ -31,11 +31,11 @@ class Channel:
 
     def __init__(self, segment: Segment, layout: Layout, groups: Groups) -> None:
         self.layout, self._groups = layout, groups
-        self.words = Words(segment.buffer)
-        self.ring = Consumer(segment.buffer, self.words, layout)
-        self.table = FlagTable(segment.buffer, self.words, layout)
-        self.credits = CreditGranter(segment.buffer, self.words, layout)
-        self.liveness = Liveness(self.words, consumer=True)
+        words = Words(segment.buffer)
+        self.ring = Consumer(segment.buffer, words, layout)
+        self.table = FlagTable(segment.buffer, words, layout)
+        self.credits = CreditGranter(segment.buffer, words, layout)
+        self.liveness = Liveness(words, consumer=True)
         self._lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
         self._pages_in_use: set[int] = set()
         self._given_up: set[Key] = set()  # by engines, at the last look at each
@@ -43,7 +43,6 @@ class Channel:
 
     def close(self) -> None:
         del self.ring, self.table, self.credits, self.liveness
-        self.words.release()
 
     # --- flags and slot tables ----------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Control:
         return Consumer(self.buffer, self.words, self.layout)
 
     def close(self) -> None:
-        self.words.release()
+        del self.words
         self.segment.close()
 
     def _bell(self) -> None:

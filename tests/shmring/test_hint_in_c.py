@@ -16,7 +16,6 @@ from kvprefetch.shmring._atomics import Handle
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, pack
 from kvprefetch.shmring.layout import PAGE_ENTRIES, Line
-from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
 from tests.support.encoded import encode_hint
 
@@ -200,15 +199,6 @@ def test_an_impossible_head_is_reported_and_takes_no_flag() -> None:
     assert side.table.load(0) == 0
 
 
-def test_words_that_were_released_are_an_error_and_no_access() -> None:
-    side = Side()
-    side.control.words.release()
-    for use in (lambda: side.hint([bytes(8)]), lambda: side.producer.push(1)):
-        with pytest.raises(IndexError):
-            use()
-    assert side.table.load(0) == 0
-
-
 def test_only_a_hint_makes_a_handle() -> None:
     with pytest.raises(TypeError):
         Handle()
@@ -217,11 +207,6 @@ def test_only_a_hint_makes_a_handle() -> None:
 # --- what stands in both languages ------------------------------------------------------------------------------------
 
 FOLDER = Path(layout.__file__).parent
-# What the C code calls the fields of the record; all others have the names of the call's arguments.
-IN_C = {"size": "hash_bytes", "name_bytes": "id_bytes", "wanted": "pages", "index": "flag"}
-FIELDS = ("version", "hash_bytes", "id_bytes", "pages", "flag", "blocks", "local_blocks", "priority", "prompt_tokens",
-          "generation", "arrival_ns")  # fmt: skip
-WIDTHS = {"B": 1, "x": 1, "H": 2, "I": 4, "i": 4, "Q": 8}
 
 
 def test_the_c_code_and_the_stub_name_the_arguments_in_one_order() -> None:
@@ -233,21 +218,3 @@ def test_the_c_code_and_the_stub_name_the_arguments_in_one_order() -> None:
     stub = ast.parse((FOLDER / "_atomics.pyi").read_text())
     [call] = [node for node in ast.walk(stub) if isinstance(node, ast.FunctionDef) and node.name == "hint"]
     assert in_c == [argument.arg for argument in call.args.posonlyargs[1:]]
-
-
-def test_the_c_code_writes_the_fields_that_the_daemon_reads() -> None:
-    text = (FOLDER / "_ring.c").read_text()
-    puts = re.findall(
-        r"(?<![a-z_])(?:n\[)?(\w+)\]?, (\d)\)", text[text.index("head = put(") : text.index("memcpy(head")]
-    )
-    written = [(IN_C.get(name, name.lower()), int(width)) for name, width in puts]
-    head = records.HINT_HEAD.format.lstrip("<").replace("Bx", "H").removesuffix("24s16s")
-    assert written == [(name, WIDTHS[letter]) for name, letter in zip(FIELDS, head, strict=True)]
-    sizes = dict(re.findall(r"(\w+) = (\d+)", re.findall(r"enum \{ HINT_BYTES[^}]*", text)[0]))
-    assert {name: int(size) for name, size in sizes.items()} == {
-        "HINT_BYTES": records.HINT_HEAD.size,
-        "MAX_NAME_BYTES": records.MAX_REQUEST_ID_BYTES,
-        "TRACE_BYTES": len(NO_TRACE),
-        "SESSION_BYTES": len(NO_SESSION),
-        "MAX_HASH_BYTES": records.MAX_HASH_BYTES,
-    }

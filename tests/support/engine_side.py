@@ -94,8 +94,7 @@ class EngineSide:
         self.liveness = Liveness(self.words, consumer=False)
 
     def release(self) -> None:
-        del self.producer, self.table, self.flags, self.credits, self.liveness
-        self.words.release()
+        del self.producer, self.table, self.flags, self.credits, self.liveness, self.words
 
     # --- records ------------------------------------------------------------------------------------------------------
 
