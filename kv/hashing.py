@@ -72,7 +72,6 @@ def _function(algorithm: str) -> _Hash:
         raise CannotHash(
             f"prompts cannot be hashed: unknown algorithm={algorithm!r} known={','.join(ALGORITHMS)}; give block hashes"
         )
-    package = "cbor2"
     try:
         if algorithm.endswith("_cbor"):
             import cbor2
@@ -80,14 +79,13 @@ def _function(algorithm: str) -> _Hash:
             encode = functools.partial(cbor2.dumps, canonical=True)
         else:
             encode = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
-        package = "xxhash"
         if algorithm.startswith("xxhash"):
             from xxhash import xxh3_128_digest
 
             return lambda value: xxh3_128_digest(encode(value))
-    except ImportError:
+    except ImportError as error:
         raise CannotHash(
-            f"prompts cannot be hashed with {algorithm}, which needs the package {package}: install it, or give block "
-            "hashes"
+            f"prompts cannot be hashed with {algorithm}, which needs the package {error.name}: install it, or give "
+            "block hashes"
         ) from None
     return lambda value: hashlib.sha256(encode(value)).digest()

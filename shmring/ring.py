@@ -32,9 +32,6 @@ HEADER_BYTES = _HEADER.size
 ALIGN = 64
 PADDING = 0xFFFFFFFF
 
-# Plain names: an attribute of an enum class would cost as much as a load in the calls below.
-_TAIL, _HEAD, _SLEEPING = int(Line.TAIL), int(Line.HEAD), int(Line.SLEEPING)
-_unpack_header = _HEADER.unpack_from
 _ROUND = HEADER_BYTES + ALIGN - 1
 
 
@@ -62,7 +59,7 @@ class Producer(Pusher):
         """Continue where the ring's words stand. Raises SegmentCorrupt for an impossible position."""
         tail, head = _position(words, layout)
         ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes]
-        self = super().__new__(cls, ring, words, (_TAIL, _HEAD, _SLEEPING), tail, head, ring_bell)
+        self = super().__new__(cls, ring, words, (Line.TAIL, Line.HEAD, Line.SLEEPING), tail, head, ring_bell)
         self.max_payload_bytes = max_payload_bytes(layout)
         self._words, self._dropped = words, 0
         return self
@@ -82,7 +79,6 @@ class Consumer:
         # Read-only: a payload is a view, and its reader must not write the producer's memory.
         self._ring = buffer[layout.ring_offset : layout.ring_offset + layout.ring_bytes].toreadonly()
         self._words = words
-        self._load_acquire = words.load_acquire
         self._capacity = layout.ring_bytes
         self._max_payload = max_payload_bytes(layout)
         _, self._head = _position(words, layout)
@@ -92,13 +88,13 @@ class Consumer:
     def dropped(self) -> int:
         """Hints that the producer did not push, by the producer's own count."""
         # SYNC dropped: read as it is, orders nothing
-        return self._load_acquire(Line.HINTS_DROPPED)
+        return self._words.load_acquire(Line.HINTS_DROPPED)
 
     @property
     def waiting(self) -> bool:
         """Whether `peek` has something to look at. Without prepare_sleep, look again after some time: no bell comes."""
         # Orders nothing (SYNC tail is peek's, which loads the tail again).
-        return self._load_acquire(_TAIL) != self._head
+        return self._words.load_acquire(Line.TAIL) != self._head
 
     def peek(self) -> Record | None:
         """Return the oldest record, or None. Raises SegmentCorrupt where no record can stand.
@@ -106,7 +102,7 @@ class Consumer:
         The work is bounded for any bytes: it skips at most one padding, because none can follow at position 0.
         """
         # SYNC tail: record content visible in peek
-        tail = self._load_acquire(_TAIL)
+        tail = self._words.load_acquire(Line.TAIL)
         head = self._head
         if tail == head:
             self._next = head
@@ -116,13 +112,13 @@ class Consumer:
             raise SegmentCorrupt(f"ring tail is impossible: tail={tail} head={head} capacity={capacity}")
         position = head & (capacity - 1)
         # Check and use one copy of the header: the producer may write meanwhile.
-        length, kind, stamp = _unpack_header(self._ring, position)
+        length, kind, stamp = _HEADER.unpack_from(self._ring, position)
         if kind == PADDING and stamp == head and position:
             head += capacity - position
             if head >= tail:
                 raise SegmentCorrupt(f"padding is not followed by a record: head={head} tail={tail}")
             position = 0
-            length, kind, stamp = _unpack_header(self._ring, 0)
+            length, kind, stamp = _HEADER.unpack_from(self._ring, 0)
         if stamp != head:
             raise SegmentCorrupt(f"record stamp differs: stamp={stamp} position={head}")
         if kind == PADDING:
@@ -138,12 +134,12 @@ class Consumer:
         """Give the space of the last peeked record back to the producer."""
         self._head = self._next
         # SYNC head: record space free in push
-        self._words.store_release(_HEAD, self._head)
+        self._words.store_release(Line.HEAD, self._head)
 
     def prepare_sleep(self) -> bool:
         """Announce sleep. Returns True while the ring is empty: then waiting for the doorbell loses no record."""
         # SYNC sleep: tail and sleeping cross
-        if self._words.publish(_SLEEPING, 1, _TAIL) == self._head:
+        if self._words.publish(Line.SLEEPING, 1, Line.TAIL) == self._head:
             return True
         self.wake()
         return False
@@ -151,14 +147,14 @@ class Consumer:
     def wake(self) -> None:
         """Announce that no bell is needed any more."""
         # Orders nothing (SYNC sleep is about falling asleep): a late sight of it costs one needless bell.
-        self._words.store_release(_SLEEPING, 0)
+        self._words.store_release(Line.SLEEPING, 0)
 
 
 def _position(words: Words, layout: Layout) -> tuple[int, int]:
     """Return (tail, head), checked: the other side may have written them before."""
     # SYNC tail: record content visible in peek
     # SYNC head: record space free in push
-    tail, head = words.load_acquire(_TAIL), words.load_acquire(_HEAD)
+    tail, head = words.load_acquire(Line.TAIL), words.load_acquire(Line.HEAD)
     if not 0 <= tail - head <= layout.ring_bytes or tail % ALIGN or head % ALIGN or tail >> 62:
         raise SegmentCorrupt(f"ring position is impossible: tail={tail} head={head} capacity={layout.ring_bytes}")
     return tail, head
