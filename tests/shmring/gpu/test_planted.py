@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
 from tests.support.fakecuda import needs_fake
-from tests.support.planted import Planting
+from tests.support.planted import run_planted
 
 pytestmark = [needs_fake, pytest.mark.stress]
 
@@ -172,15 +171,8 @@ FAULTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def planting() -> Iterator[Planting]:
-    made = Planting()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.rule)
-def test_a_planted_fault_is_found(planting: Planting, fault: Fault) -> None:
-    outcome = planting.run(fault.module, fault.old, fault.new, fault.test, FAKECUDA_LAG_US="20000")
-    assert outcome.status in (1, -6), outcome.output
-    assert fault.says in outcome.output, outcome.output
+def test_a_planted_fault_is_found(fault: Fault) -> None:
+    status, output = run_planted(fault.module, fault.old, fault.new, fault.test, FAKECUDA_LAG_US="20000")
+    assert status in (1, -6), output
+    assert fault.says in output, output

@@ -46,9 +46,5 @@ class Changed(importlib.machinery.SourceFileLoader):
         return compile(source.replace(self.planter.old, self.planter.new), self.path, "exec")
 
 
-def plant() -> None:
-    sys.meta_path.insert(0, Planter(**json.loads(os.environ["PLANTED"])))
-
-
 if "PLANTED" in os.environ:
-    plant()
+    sys.meta_path.insert(0, Planter(**json.loads(os.environ["PLANTED"])))
