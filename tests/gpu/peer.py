@@ -65,9 +65,6 @@ class Process:
                 return not read(self.stream, self.memories[order["id"]]).any()
             case "close":
                 self.memories[order["id"]].close()
-            case "cycles":
-                for _ in range(order["count"]):
-                    self.device.open(descriptors[0], order["bytes"]).close()
         return None
 
 

@@ -13,7 +13,7 @@ from kvprefetch.shmring import flags
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, MAX_COUNT, MAX_GENERATION, Flag, FlagAllocator, FlagTable, pack, unpack
-from kvprefetch.shmring.layout import LINE_BYTES, PAGE_ENTRIES
+from kvprefetch.shmring.layout import PAGE_ENTRIES
 
 from .conftest import Control, small_layout
 
@@ -76,19 +76,6 @@ def test_a_flag_that_is_not_there_is_an_index_error_and_never_another_word(make:
     assert bytes(control.buffer) == before
 
 
-def test_slots_come_out_as_they_went_in(make: Make) -> None:
-    control = make(device_slots=3)
-    daemon, engine = table_of(control), table_of(control)
-    daemon.write_slots(2, 0, [7, 8])
-    daemon.write_slots(2, 2, [99, 100, 102])
-    assert list(engine.read_slots(2, 0, 5)) == [7, 8, 99, 100, 102], "device slots have the numbers behind the host's"
-    assert not engine.read_slots(2, 1, 1)
-    assert list(engine.read_slots(1, 0, 8)) == [0] * 8
-    daemon.write_slots(2, 4, [103])
-    with pytest.raises(SegmentCorrupt, match="slot=103 bound=103"):
-        engine.read_slots(2, 0, 5)
-
-
 @pytest.mark.parametrize(("start", "count"), [(-1, 1), (256, 1), (0, 257), (255, 2)])
 def test_slots_outside_the_table_are_not_written(make: Make, start: int, count: int) -> None:
     control = make()
@@ -102,17 +89,6 @@ def test_slots_outside_the_table_are_not_written(make: Make, start: int, count: 
 def test_a_count_beyond_the_table_is_corruption_and_not_read(make: Make, start: int, stop: int) -> None:
     with pytest.raises(SegmentCorrupt, match="outside the slot table"):
         table_of(make()).read_slots(0, start, stop)
-
-
-def test_moved_blocks_have_their_new_slots_and_the_others_their_old(make: Make) -> None:
-    table = table_of(make(device_slots=4))
-    table.write_slots(2, 0, [7, 8, 9])
-    table.move(2, [(0, 101), (2, 103)])
-    assert list(table.read_slots(2, 0, 3)) == [101, 8, 103]
-    table.move(2, [(2, 9)])
-    assert list(table.read_slots(2, 0, 3)) == [101, 8, 9]
-    with pytest.raises(IndexError):
-        table.move(2, [(256, 1)])
 
 
 def test_entries_are_read_between_two_fences_and_moved_behind_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,18 +201,6 @@ def test_block_counts_out_of_bounds_are_refused_and_reported(make: Make, name: s
         getattr(table, name)(0)
 
 
-def test_each_flag_is_alone_on_its_cache_line(make: Make) -> None:
-    control = make()
-    table = table_of(control)
-    for index in range(4):
-        table.exchange(index, 0, pack(1, HINTED, index))
-    start = control.layout.flags_offset
-    assert start % LINE_BYTES == 0
-    for index in range(4):
-        at = start + index * LINE_BYTES
-        assert int.from_bytes(control.buffer[at : at + 8], "little") == pack(1, HINTED, index)
-
-
 def test_a_read_only_table_refuses_every_transition(make: Make) -> None:
     control = make()
     view = FlagAllocator(control.buffer.toreadonly(), Words(control.buffer, writable=False), control.layout)
@@ -249,20 +213,6 @@ def test_a_read_only_table_refuses_every_transition(make: Make) -> None:
     ):
         with pytest.raises(TypeError, match="read-only"):
             use()
-
-
-def test_every_use_of_a_flag_has_a_new_generation(make: Make) -> None:
-    table = allocator = engine_of(make())
-    seen = set()
-    for _ in range(40):
-        taken = allocator.take(HINTED, 1)
-        assert taken is not None
-        assert taken not in seen
-        seen.add(taken)
-        index, generation = taken
-        assert unpack(table.load(index)) == Flag(generation, HINTED, 0)
-        assert table.exchange(index, pack(generation, HINTED, 0), pack(generation, FREE, 0))
-        allocator.give_back(index)
 
 
 def test_the_generation_after_the_last_is_the_first(make: Make) -> None:

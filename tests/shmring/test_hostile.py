@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprefetch.kv import MAX_GROUPS
@@ -217,32 +217,6 @@ def test_a_record_of_any_bytes_is_decoded_or_refused(
         data[at % len(data)] = value
     with suppress(ProtocolError):
         decode(memoryview(data).toreadonly())
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-TYPES = ["hello", "refused", "attached", "mapped", "reset", "reset_done", "other"]
-FIELDS = ["epoch", "rank", "role", "worker", "scheduler", "error", "device", "device_slots"]
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.one_of(
-        st.binary(max_size=100),
-        json_values.map(lambda value: json.dumps(value).encode()),
-        st.builds(
-            lambda kind, rest: json.dumps({**rest, "type": kind, "protocol": records.PROTOCOL}).encode(),
-            st.one_of(st.sampled_from(TYPES), json_values),
-            st.dictionaries(st.sampled_from(FIELDS), json_values),
-        ),
-    )
-)
-def test_a_control_message_of_any_bytes_is_decoded_or_refused(data: bytes) -> None:
-    with suppress(ProtocolError):
-        decode_message(data)
 
 
 @pytest.mark.parametrize(

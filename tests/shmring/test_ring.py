@@ -106,13 +106,6 @@ def test_a_record_of_every_size_wraps_at_every_offset(make: Make) -> None:
             assert taken(consumer.peek()) == (2, data)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_a_payload_is_any_buffer(make: Make, kind: Callable[[bytes], bytes]) -> None:
-    control = make()
-    control.producer().push(5, kind(b"payload"))
-    assert taken(control.consumer().peek()) == (5, b"payload")
-
-
 def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_taken(make: Make) -> None:
     control, producer, consumer = sides(make)
     count = 0
@@ -124,18 +117,13 @@ def test_a_full_ring_is_a_return_value_and_room_comes_back_with_each_record_take
     consumer.advance()
     assert producer.push(1)
     assert not producer.push(1)
-    again = control.consumer()
-    for _ in range(RING // ALIGN):
-        assert again.peek() is not None, "a full ring is taken up as well"
-        again.advance()
-    assert again.peek() is None
+    assert control.consumer().peek() is not None, "a full ring is taken up as well"
 
 
-@pytest.mark.parametrize("length", [LARGEST + 1, RING, 10 * RING])
-def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make: Make, length: int) -> None:
+def test_a_record_that_never_fits_is_misuse_and_names_value_and_bound(make: Make) -> None:
     _, producer, consumer = sides(make)
-    with pytest.raises(ValueError, match=f"payload_bytes={length} max={LARGEST}"):
-        producer.push(1, bytes(length))
+    with pytest.raises(ValueError, match=f"payload_bytes={LARGEST + 1} max={LARGEST}"):
+        producer.push(1, bytes(LARGEST + 1))
     assert consumer.peek() is None
 
 
@@ -163,16 +151,6 @@ def test_a_payload_cannot_be_written_through(make: Make) -> None:
     assert record.payload.readonly
     with pytest.raises(TypeError):
         record.payload[0] = 0
-
-
-def test_peek_without_advance_sees_the_same_record_again(make: Make) -> None:
-    _, producer, consumer = sides(make)
-    producer.push(1, b"a")
-    producer.push(2, b"b")
-    assert taken(consumer.peek()) == taken(consumer.peek()) == (1, b"a")
-    consumer.advance()
-    consumer.advance()
-    assert taken(consumer.peek()) == (2, b"b")
 
 
 def test_both_sides_take_up_the_ring_where_it_stands(make: Make) -> None:
@@ -205,6 +183,7 @@ def test_neither_side_takes_up_a_ring_that_cannot_stand_so(make: Make, tail: int
 def test_the_bell_rings_for_a_sleeper_and_for_nobody_else(make: Make) -> None:
     control, producer, consumer = sides(make)
     producer.push(1)
+    assert not consumer.prepare_sleep(), "a record is left: it takes its announcement back"
     assert control.bells == 0
     consumer.peek()
     consumer.advance()
@@ -251,29 +230,6 @@ def test_the_bell_is_cleared_by_a_kernel_too_that_cannot_promise_not_to_wait(mon
     monkeypatch.undo()
     assert not select.select([bell.fd], [], [], 0)[0]
     bell.close()
-
-
-def test_a_consumer_with_records_left_does_not_go_to_sleep(make: Make) -> None:
-    control, producer, consumer = sides(make)
-    producer.push(1)
-    assert not consumer.prepare_sleep()
-    producer.push(1)
-    assert control.bells == 0, "it took its announcement back"
-
-
-@pytest.mark.parametrize("head", [1 << 40, 2**64 - 1, 64])
-def test_a_head_that_cannot_be_is_reported_by_the_next_push_that_needs_room(make: Make, head: int) -> None:
-    control = make()
-    producer = control.producer()
-    while producer.push(1, bytes(48)):
-        pass
-    # Beyond the tail; but 64 is possible, and gives room for one record that was not taken.
-    control.words.store_release(Line.HEAD, head)
-    if head == 64:
-        assert producer.push(1, bytes(48))
-    else:
-        with pytest.raises(SegmentCorrupt, match=f"head={head}"):
-            producer.push(1, bytes(48))
 
 
 @pytest.mark.parametrize("tail", [1, 63, RING + 64, 1 << 40, 2**64 - 64])
