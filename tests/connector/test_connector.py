@@ -18,6 +18,7 @@ import kvprefetch.connector as package
 base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 from transformers import LlamaConfig  # noqa: E402
+from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
 from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
@@ -28,14 +29,18 @@ from tests.connector.test_fingerprint import write_model  # noqa: E402
 SCHEDULER, WORKER = base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER
 
 
-def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: int = 16) -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+FULL = kinds.FullAttentionSpec(block_size=32, **HEADS)
+WINDOW = kinds.SlidingWindowSpec(block_size=32, **HEADS, sliding_window=64)
+CHUNKS = kinds.ChunkedLocalAttentionSpec(block_size=32, **HEADS, attention_chunk_size=64)
+MAMBA = kinds.MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+SINK = kinds.SinkFullAttentionSpec(block_size=32, **HEADS, sink_len=4)
 
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    specs = [spec] if specs is None else specs
+
+def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: int = 16) -> Any:
     return SimpleNamespace(
         kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=one, layer_names=["layer"], is_eagle_group=False) for one in specs
+            SimpleNamespace(kv_cache_spec=one, layer_names=["layer"], is_eagle_group=False) for one in specs or [FULL]
         ],
         prefix_cacheable_group_ids=tuple(range(cacheable)),
         kv_cache_tensors=[SimpleNamespace(size=blocks * 4096)],
@@ -101,61 +106,59 @@ def test_registering_twice_and_importing_by_path() -> None:
         package.Nothing  # noqa: B018
 
 
-def refusals() -> list[tuple[str, dict[str, Any], Any]]:
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        SinkFullAttentionSpec,
-        SlidingWindowSpec,
-    )
-
-    common = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-    full = FullAttentionSpec(**common)
-    window = SlidingWindowSpec(**common, sliding_window=64)
-    chunks = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
-    mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    sink = SinkFullAttentionSpec(**common, sink_len=4)
-    full_only = "KV groups are served beside full attention only: groups="
-    eagle = {"speculative_config": SimpleNamespace(use_eagle_block_drop=lambda: True)}
-    return [
-        ("outside the prefix cache .*=0$", {}, kv_cache_config([full], 0)),
-        # vLLM cannot make one group of these, so nothing is advised.
-        (f"{full_only}1 kinds=window$", {}, kv_cache_config([window])),
-        (f"{full_only}2 kinds=chunk,window$", {}, kv_cache_config([window, chunks], 2)),
-        (f"{full_only}1 kinds=state$", {}, kv_cache_config([mamba])),
-        ("has no drafts: group=1 kind=chunk", eagle, kv_cache_config([full, chunks], 2)),
-        ("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([sink])),
-        ("enable_prefix_caching=False", {"cache": {"enable_prefix_caching": False}}, kv_cache_config()),
-        ("encoder-decoder", {"model": {"is_encoder_decoder": True}}, kv_cache_config()),
-        ("sleep mode", {"model": {"enable_sleep_mode": True}}, kv_cache_config()),
-        ("prefill_context_parallel_size=2", {"parallel": {"prefill_context_parallel_size": 2}}, kv_cache_config()),
-        ("decode_context_parallel_size=2", {"parallel": {"decode_context_parallel_size": 2}}, kv_cache_config()),
-        ("wait_timeout_ms", {"extra": {"wait_timeout_ms": -5}}, kv_cache_config()),
-    ]
+FULL_ONLY = "KV groups are served beside full attention only: groups="
+EAGLE = {"speculative_config": SimpleNamespace(use_eagle_block_drop=lambda: True)}
 
 
-# By the ends of the reasons of `refusals`.
-SHOWN = {
-    "1 kinds=window$": pytest.mark.shows("saved, then loaded: tokens equal", "sliding windows alone", refused=True),
-    "1 kinds=state$": pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
-    "group=1 kind=chunk": pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
-    "encoder-decoder": pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
-    "enable_prefix_caching=False": pytest.mark.shows("prefix caching off", refused=True),
-    "sleep mode": pytest.mark.shows("sleep mode", refused=True),
-    "decode_context_parallel_size=2": pytest.mark.shows("context parallelism", refused=True),
-    "prefill_context_parallel_size=2": pytest.mark.shows("context parallelism", refused=True),
-}
+def refused(reason: str, changes: dict[str, Any], cache: Any = None, *marks: Any) -> Any:
+    return pytest.param(reason, changes, cache or kv_cache_config(), marks=marks)
 
 
-def marked() -> list[Any]:
-    """The refusals, with their marks: each mark belongs to one."""
-    found = [(each, [end for end in SHOWN if each[0].endswith(end)]) for each in refusals()]
-    assert sorted(end for _, ends in found for end in ends) == sorted(SHOWN)
-    return [pytest.param(*each, marks=[SHOWN[end] for end in ends]) for each, ends in found]
+REFUSED = [
+    refused("outside the prefix cache .*=0$", {}, kv_cache_config([FULL], 0)),
+    # vLLM cannot make one group of these, so nothing is advised.
+    refused(
+        f"{FULL_ONLY}1 kinds=window$",
+        {},
+        kv_cache_config([WINDOW]),
+        pytest.mark.shows("saved, then loaded: tokens equal", "sliding windows alone", refused=True),
+    ),
+    refused(f"{FULL_ONLY}2 kinds=chunk,window$", {}, kv_cache_config([WINDOW, CHUNKS], 2)),
+    refused(
+        f"{FULL_ONLY}1 kinds=state$",
+        {},
+        kv_cache_config([MAMBA]),
+        pytest.mark.shows("saved, then loaded: tokens equal", "Mamba", refused=True),
+    ),
+    refused(
+        "has no drafts: group=1 kind=chunk",
+        EAGLE,
+        kv_cache_config([FULL, CHUNKS], 2),
+        pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
+    ),
+    refused("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([SINK])),
+    refused(
+        "enable_prefix_caching=False",
+        {"cache": {"enable_prefix_caching": False}},
+        None,
+        pytest.mark.shows("prefix caching off", refused=True),
+    ),
+    refused(
+        "encoder-decoder",
+        {"model": {"is_encoder_decoder": True}},
+        None,
+        pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
+    ),
+    refused("sleep mode", {"model": {"enable_sleep_mode": True}}, None, pytest.mark.shows("sleep mode", refused=True)),
+    *(
+        refused(f"{name}=2", {"parallel": {name: 2}}, None, pytest.mark.shows("context parallelism", refused=True))
+        for name in ("prefill_context_parallel_size", "decode_context_parallel_size")
+    ),
+    refused("wait_timeout_ms", {"extra": {"wait_timeout_ms": -5}}),
+]
 
 
-@pytest.mark.parametrize(("reason", "changes", "cache"), marked())
+@pytest.mark.parametrize(("reason", "changes", "cache"), REFUSED)
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])
 def test_what_cannot_be_served_is_refused_at_start_in_one_line(
     tmp_path: Path, reason: str, changes: dict[str, Any], cache: Any, role: Any
@@ -173,26 +176,23 @@ def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp
 
 
 @pytest.mark.parametrize(
-    ("role", "loads", "saves"), [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False)]
+    ("changes", "loads", "saves"),
+    [
+        ({}, True, True),
+        ({"role": "kv_producer"}, False, True),
+        ({"role": "kv_consumer"}, True, False),
+        ({"extra": {"mode": "shadow"}}, False, False),
+    ],
 )
-def test_roles_decide_what_is_done(tmp_path: Path, role: str, loads: bool, saves: bool) -> None:
-    shape = geometry.of_engine(vllm_config(tmp_path / "s", role=role), kv_cache_config())
-    assert (shape.loads, shape.saves, shape.block_bytes, shape.max_blocks) == (loads, saves, 4096, 16)
-    hello = hellos.of_scheduler(vllm_config(tmp_path / "s"), shape, upstream_keys=True)
-    assert hello.scheduler is not None
-    assert (hello.scheduler.loads, hello.scheduler.saves) == (loads, saves)
-    assert hello.scheduler.upstream_keys
-
-
-@pytest.mark.parametrize(("mode", "on"), [("on", True), ("shadow", False)])
-def test_an_engine_in_shadow_mode_says_that_it_loads_and_saves_nothing(tmp_path: Path, mode: str, on: bool) -> None:
-    config = vllm_config(tmp_path / "s", extra={"mode": mode})
-    connector = KVPrefetchConnector(config, SCHEDULER, kv_cache_config())
+def test_roles_and_the_shadow_mode_decide_what_is_done(
+    tmp_path: Path, changes: dict[str, Any], loads: bool, saves: bool
+) -> None:
+    connector = KVPrefetchConnector(vllm_config(tmp_path / "s", **changes), SCHEDULER, kv_cache_config())
     assert connector.link is not None
-    hello = connector.link.hello()
+    hello = connector.link.hello().scheduler
     connector.shutdown()
-    assert hello.scheduler is not None
-    assert (hello.scheduler.loads, hello.scheduler.saves) == (on, on)
+    assert hello is not None
+    assert (hello.loads, hello.saves) == (loads, saves)
 
 
 def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) -> None:
@@ -235,11 +235,8 @@ def test_saves_that_nobody_else_will_find_are_warned_about(
 
 def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_path: Path) -> None:
     """So prompts can be hashed for it: SchedulerInfo's start and probe are those of kv/hashing.py."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    heads: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-    full, window = FullAttentionSpec(block_size=32, **heads), SlidingWindowSpec(64, **heads, sliding_window=128)
-    for specs in ([full], [full, window]):
+    window = kinds.SlidingWindowSpec(64, **HEADS, sliding_window=128)
+    for specs in ([FULL], [FULL, window]):
         config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
         numbers = geometry.of_engine(config, cache)
         assert numbers.hashes_per_block == len(specs)
@@ -328,18 +325,7 @@ def test_the_worker_registers_its_shape(
     assert found is not None
     assert shape.block_bytes == 4096
     shared, *_ = [text for text in caplog.messages if "stored KV is shared" in text]
-    assert re.findall(r" (\w+)=", shared) == [
-        "architecture",
-        "config",
-        "dtype",
-        "kv_dtype",
-        "layers",
-        "layout",
-        "pp_size",
-        "quantization",
-        "tp_shards",
-        "weights",
-    ]
+    assert {"weights", "layers", "layout", "tp_shards"} <= set(re.findall(r" (\w+)=", shared))
     connector.bind_connector_metadata(KVPrefetchMetadata())
     connector.start_load_kv(None)
     connector.wait_for_save()
