@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ vllm = pytest.importorskip("vllm")
 
 from kvprefetch.connector import refusals  # noqa: E402
 from kvprefetch.connector.paged import PagedCache  # noqa: E402
-from tests.connector.test_connector import kv_cache_config  # noqa: E402
+from tests.connector.test_connector import FULL, kv_cache_config  # noqa: E402
 from tests.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
 
 
@@ -27,11 +28,17 @@ def engine_config(folder: Path, **options: Any) -> Any:
     ).create_engine_config()
 
 
-def per_token_head() -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+def check(config: Any, reason: str | None, cache: Any = None) -> None:
+    """The engine is refused for this reason, or is not."""
+    with contextlib.nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
+        refusals.check(config, cache or kv_cache_config())
 
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.int8)
-    return kv_cache_config([dataclasses.replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)])
+
+def per_token_head() -> Any:
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    spec = dataclasses.replace(FULL, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+    return kv_cache_config([spec])
 
 
 def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it() -> None:
@@ -59,10 +66,9 @@ def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it(
 @pytest.mark.shows("KV scales per token and head, `--enforce-eager`", refused=True)
 def test_per_token_head_scales_are_refused_without_the_warm_up_that_comes_to_every_layer(tmp_path: Path) -> None:
     eager = engine_config(tmp_path, enforce_eager=True)
-    refusals.check(eager, kv_cache_config())
-    with pytest.raises(ValueError, match=r"enable_jit_warmup=False \(as with enforce_eager"):
-        refusals.check(eager, per_token_head())
-    refusals.check(engine_config(tmp_path), per_token_head())
+    check(eager, None)
+    check(eager, r"enable_jit_warmup=False \(as with enforce_eager", per_token_head())
+    check(engine_config(tmp_path), None, per_token_head())
 
 
 @pytest.mark.shows("routed experts in the output", refused=True)
@@ -78,8 +84,7 @@ def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp
         materialize_routed_experts(store, keys, shape_per_token=(1, 1), dtype=np.dtype(np.int16))
     config = engine_config(tmp_path)
     config.aux_output_config.enable_return_routed_experts = True
-    with pytest.raises(ValueError, match="enable_return_routed_experts=True"):
-        refusals.check(config, kv_cache_config())
+    check(config, "enable_return_routed_experts=True")
 
 
 @pytest.mark.shows("`--enable-fault-tolerance`", refused=True)
@@ -87,8 +92,7 @@ def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) 
     """vLLM keeps its prefix cache over such a step, and blocks are in it before the step fills them."""
     config = engine_config(tmp_path)
     config.parallel_config.enable_fault_tolerance = True
-    with pytest.raises(ValueError, match="enable_fault_tolerance=True"):
-        refusals.check(config, kv_cache_config())
+    check(config, "enable_fault_tolerance=True")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +112,7 @@ def test_ranks_without_one_scheduler_and_one_daemon_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str | None
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an external launcher's configuration sets it
-    config = engine_config(tmp_path, **options)
-    if reason is None:
-        refusals.check(config, kv_cache_config())
-        return
-    with pytest.raises(ValueError, match=reason):
-        refusals.check(config, kv_cache_config())
+    check(engine_config(tmp_path, **options), reason)
 
 
 @pytest.mark.parametrize(
@@ -136,25 +135,7 @@ def test_pipeline_stages_whose_reports_ray_s_older_executor_drops_are_refused(
     monkeypatch.setitem(vars(vllm.envs), "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", newer == "1")  # gone in 0.33
     config = engine_config(tmp_path, distributed_executor_backend="mp", pipeline_parallel_size=stages)
     config.parallel_config.distributed_executor_backend = "ray"  # which is not installed here
-    if reason is None:
-        refusals.check(config, kv_cache_config())
-        return
-    with pytest.raises(ValueError, match=reason):
-        refusals.check(config, kv_cache_config())
-
-
-def test_a_load_that_only_the_last_stage_reports_is_never_complete() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-    def report() -> Any:
-        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(finished_recving={"r"}))
-
-    def finished(outputs: int) -> Any:
-        return KVOutputAggregator(2).aggregate([report() for _ in range(outputs)]).kv_connector_output.finished_recving
-
-    assert finished(2) == {"r"}
-    assert not finished(1)
+    check(config, reason)
 
 
 def test_a_mistyped_key_ends_the_start_where_vllm_has_cuda_graphs(
