@@ -76,13 +76,12 @@ def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch
         assert [list(order.slots) for order in engine.orders()] == [[2, 3, 4, 5]]
         engine.finish()
 
-    check()
     original = Claims.match
-    monkeypatch.setattr(
-        Claims, "match", lambda self, state, session, start, **rest: original(self, state, session, 0, **rest)
-    )
-    with pytest.raises(AssertionError):
-        check()
+
+    def from_the_first(self: Claims, state: Any, session: Any, start: int, **rest: Any) -> Any:
+        return original(self, state, session, 0, **rest)
+
+    fails_with(check, monkeypatch, Claims, "match", from_the_first)
 
 
 def test_p03_an_answer_may_be_asked_for_again_and_is_given_up_when_not_used(make: Make, monkeypatch: Patch) -> None:
@@ -206,18 +205,14 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         assert engine.tokens["r"] == [3, 3, 3]
         assert engine.side.counters["hints"] == engine.side.counters["failed_loads"] == 1
 
-    check()
-    check()
     original = Loads.dispatch
 
     def forgetful(self: Loads, state: Any, *rest: Any) -> None:
         original(self, state, *rest)
         state.settled = False
+        monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
 
-    monkeypatch.setattr(Loads, "dispatch", forgetful)
-    monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
-    with pytest.raises(AssertionError):
-        check()
+    fails_with(check, monkeypatch, Loads, "dispatch", forgetful)
 
 
 def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -194,11 +195,9 @@ def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patc
         self.worker_side.load(self._metadata())
 
     monkeypatch.setattr(KVPrefetchConnector, "wait_for_save", late)
-    if load_mode == "sync":
-        with pytest.raises(AssertionError):
-            check()
-    else:
-        check()  # after the forward is where it belongs
+    # After the forward is where an asynchronous one belongs.
+    with pytest.raises(AssertionError) if load_mode == "sync" else contextlib.nullcontext():
+        check()
 
 
 def test_p26_a_streaming_session_is_left_alone(make: Make, monkeypatch: Patch) -> None:

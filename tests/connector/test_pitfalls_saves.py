@@ -26,7 +26,7 @@ Make = Callable[..., RealEngine]
 Patch = pytest.MonkeyPatch
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 3])
+@pytest.mark.parametrize("in_flight", [1, 3])
 def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: Patch, in_flight: int) -> None:
     """Chunked prefill and decoding, also with placeholders for tokens in flight. Random schedules: tests/scheduler."""
 
@@ -215,10 +215,9 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
     fails_with(check, monkeypatch, Saves, "drop", lambda *args: None)
 
 
-@pytest.mark.parametrize("second_runner", [False, True])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize(("in_flight", "second_runner"), [(1, True), (3, False)])
 def test_p17_a_preempted_request_starts_over(
-    make: Make, monkeypatch: Patch, second_runner: bool, in_flight: int
+    make: Make, monkeypatch: Patch, in_flight: int, second_runner: bool
 ) -> None:
     """Resumed in either runner's form: matched again, and saved from its new blocks."""
 
@@ -256,9 +255,7 @@ def test_p17_a_preempted_request_starts_over(
         assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"a": 5 * BLOCK, "b": 5 * BLOCK}
         assert engine.left() == []
 
-    check()
-    monkeypatch.setattr(
-        RequestState, "restart", lambda self, *_: setattr(self, "preemptions", self.request.num_preemptions)
-    )
-    with pytest.raises(AssertionError, match="after the preemption"):
-        check()
+    def forgetful(self: RequestState, *_: Any) -> None:
+        self.preemptions = self.request.num_preemptions
+
+    fails_with(check, monkeypatch, RequestState, "restart", forgetful, match="after the preemption")
