@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,29 +29,32 @@ from .fakes import FakeDaemon
 from .played_daemon import Server, hello
 
 
+@contextlib.contextmanager
+def linked(path: Path | str, **options: Any) -> Iterator[Link[SchedulerSession]]:
+    """A scheduler's link that has started; closed at the end."""
+    link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map, **options)
+    link.start()
+    with contextlib.closing(link):
+        yield link
+
+
 @pytest.fixture
 def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
-    link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
-    link.start()
-    yield link
-    link.close()
+    with linked(server.path) as link:
+        yield link
 
 
 def test_an_absent_daemon_is_said_once_and_found_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, quick_link: None
 ) -> None:
     path = tmp_path / "d.sock"
-    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map)
-        link.start()
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"), linked(path) as link:
         eventually(lambda: "no daemon" in caplog.text)
         time.sleep(0.05)  # some attempts more
         assert link.session is None
         server = Server(path)
-        _, said = server.accept()
-        assert said == hello("scheduler")
-        link.close()
-        server.close()
+        assert server.accept()[1] == hello("scheduler")
+    server.close()
     assert [record.levelno for record in caplog.records if "no daemon" in record.message] == [logging.WARNING]
     assert not link.running
 
@@ -60,25 +64,18 @@ def test_a_daemon_is_started_where_none_listens_and_only_there(
 ) -> None:
     """Neither beside a daemon that answers, nor where this user may not look."""
     path, starts = tmp_path / "d.sock", list[bool]()
-    link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map, start=lambda: starts.append(path.exists()))
-    link.start()
-    eventually(lambda: False in starts, what="a start without a socket")
-    server = Server(path)
-    server.accept()
-    starts.clear()
-    time.sleep(0.05)
-    assert starts == []
-    server.close()
-    eventually(lambda: True in starts, what="a start beside a dead socket")
-    link.close()
+    with linked(path, start=lambda: starts.append(path.exists())):
+        eventually(lambda: False in starts, what="a start without a socket")
+        with contextlib.closing(Server(path)) as server:
+            server.accept()
+            starts.clear()
+            time.sleep(0.05)
+            assert starts == []
+        eventually(lambda: True in starts, what="a start beside a dead socket")
     assert "no daemon" not in caplog.text
-    link = Link(
-        f"{__file__}/d.sock", lambda: hello("scheduler"), SchedulerSession.map, start=lambda: starts.append(True)
-    )
     starts.clear()
-    link.start()
-    eventually(lambda: "no daemon" in caplog.text)
-    link.close()
+    with linked(f"{__file__}/d.sock", start=lambda: starts.append(True)):
+        eventually(lambda: "no daemon" in caplog.text)
     assert starts == []
 
 
@@ -150,15 +147,12 @@ def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture, final: bool) -> None:
-    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
-        link.start()
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"), linked(server.path):
         for _ in range(3):
             sock, _ = server.accept()
             send_message(sock, Refused(error="too many engines", final=final))
             assert receive_message(sock) is None
             sock.close()
-        link.close()
     said = [record for record in caplog.records if "too many engines" in record.message]
     assert [record.levelno for record in said] == [logging.ERROR if final else logging.INFO]
 
@@ -171,9 +165,7 @@ def test_why_no_session_comes_is_one_warning(
     """A worker waits for the scheduler as long as its engine starts, and says nothing."""
     monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
     reason = {"says nothing": "has not answered", "hangs up": "ended the connection", "turns away": "too many engines"}
-    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, keep_ended=role == "worker")
-        link.start()
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"), linked(server.path, keep_ended=role == "worker"):
         began = time.monotonic()
         while time.monotonic() - began < 0.3:
             sock, _ = server.accept()
@@ -183,7 +175,6 @@ def test_why_no_session_comes_is_one_warning(
                 send_message(sock, Refused(error="too many engines: max_engines=1", final=False))
                 assert receive_message(sock) is None
             sock.close()
-        link.close()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (role == "scheduler")
     assert all(f"to the daemon at {server.path}: it " in line and reason[daemon] in line for line in said)
@@ -193,14 +184,10 @@ def test_what_the_daemon_waits_for_is_said_instead(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "PATIENCE_S", 0.05)
-    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
-        link.start()
+    with caplog.at_level(logging.WARNING, "vllm.kvprefetch.link"), linked(server.path):
         sock, _ = server.accept()
         send_message(sock, Notice(text="1 of 2 ranks have come"))
         time.sleep(0.3)
-        link.close()
-        sock.close()
     assert caplog.messages == ["kvprefetch: 1 of 2 ranks have come"]
 
 
@@ -247,9 +234,7 @@ def test_an_attachment_confirms_the_reset_that_its_hello_names(
 def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that saves all the time hears of its saves all the time: nothing is waited for long enough to beat."""
     monkeypatch.setattr(link_module, "BEAT_S", 60.0)
-    link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map)
-    link.start()
-    with contextlib.closing(link):
+    with linked(server.path) as link:
         sock = server.attached()
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
         for save_id in range(3):
