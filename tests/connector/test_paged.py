@@ -183,7 +183,8 @@ def paged_cache(config: Any, caches: dict[str, torch.Tensor]) -> PagedCache:
 
 
 @pytest.mark.parametrize(("groups", "layout"), LAID_OUT)
-def test_a_saved_block_of_any_group_is_upstreams_value(groups: Any, layout: str) -> None:
+def test_a_saved_block_of_any_group_is_upstreams_value_and_comes_back(groups: Any, layout: str) -> None:
+    """And other blocks stay."""
     config, caches = laid_out(groups, layout)
     paged = paged_cache(config, caches)
     assert paged.block_bytes == config.kv_cache_tensors[0].size // BLOCKS, "as the scheduler side has it"
@@ -191,6 +192,18 @@ def test_a_saved_block_of_any_group_is_upstreams_value(groups: Any, layout: str)
     paged.save(rows, range(BLOCKS), range(BLOCKS))
     assert [row.tobytes() for row in rows] == [upstream_value(caches, block) for block in range(BLOCKS)]
     assert paged.fence() is None
+    layers = [group.layer_names for group in config.kv_cache_groups]
+    before = [[content(caches, names, block) for block in range(BLOCKS)] for names in layers]
+    storage = next(iter(caches.values())).untyped_storage()
+    storage.fill_(0)
+    paged.load(rows, [2, 5], [2, 5])
+    for group, names in enumerate(layers):
+        for block in range(BLOCKS):
+            found = content(caches, names, block)
+            if block in (2, 5):
+                assert found == before[group][block]
+            else:
+                assert not any(map(any, found))
 
 
 @pytest.mark.parametrize(("groups", "layout"), LAID_OUT)
@@ -210,26 +223,6 @@ def test_what_a_group_is_said_to_write_are_the_bytes_that_its_layers_write(group
     assert whole == (groups in (ALONE, UNLIKE, LATENT))
     said = groups_of_engine.written(config, paged.places, paged.block_bytes, drafts=0)
     assert said == ([] if whole else found)
-
-
-@pytest.mark.parametrize(("groups", "layout"), LAID_OUT)
-def test_what_every_group_reads_of_a_block_comes_back_with_it_and_other_blocks_stay(groups: Any, layout: str) -> None:
-    config, caches = laid_out(groups, layout)
-    paged = paged_cache(config, caches)
-    rows = np.zeros((BLOCKS, paged.block_bytes), dtype=np.uint8)
-    paged.save(rows, range(BLOCKS), range(BLOCKS))
-    layers = [group.layer_names for group in config.kv_cache_groups]
-    before = [[content(caches, names, block) for block in range(BLOCKS)] for names in layers]
-    storage = next(iter(caches.values())).untyped_storage()
-    storage.fill_(0)
-    paged.load(rows, [2, 5], [2, 5])
-    for group, names in enumerate(layers):
-        for block in range(BLOCKS):
-            found = content(caches, names, block)
-            if block in (2, 5):
-                assert found == before[group][block]
-            else:
-                assert not any(map(any, found))
 
 
 def test_layers_whose_blocks_cross_those_of_others_are_refused() -> None:
