@@ -112,7 +112,7 @@ def test_what_is_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.side.counters["save_blocks_unsaved"] == 2
 
 
-@pytest.mark.parametrize("why", ["reset", "failed load", "failed load before", "preempted", "stale cache"])
+@pytest.mark.parametrize("why", ["reset", "failed load", "failed load before", "preempted"])
 def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
     engine = Engine()
     request = engine.add("r", 4 * BLOCK)
@@ -124,9 +124,6 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
         engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
     if why == "preempted":
         engine.preempt(request)
-    if why == "stale cache":
-        engine.cache.count = 1
-        engine.side.reset()
     finish(engine, request, 4)
     if why == "reset":
         engine.side.reset()

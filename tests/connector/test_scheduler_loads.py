@@ -82,17 +82,6 @@ def test_a_busy_engine_is_not_held_up_by_a_load_that_an_empty_one_takes(admitted
     assert engine.match(request) == (2 * BLOCK, expected)
 
 
-def test_a_miss_is_settled_without_a_second_hint() -> None:
-    engine = Engine()
-    request = engine.add("r", 3 * BLOCK, staged=0)
-    assert [engine.match(request) for _ in range(3)] == [NOTHING] * 3
-    engine.allocate(request, 0)
-    engine.daemon.drain()
-    assert len(engine.daemon.hints) == 1
-    assert [done.outcome for done in engine.daemon.dones] == [Outcome.MISS]
-    assert engine.daemon.unreturned() == []
-
-
 def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
     engine = Engine(wait_timeout_ms=100)
     late, nothing = engine.add("late", 4 * BLOCK), engine.add("nothing", 4 * BLOCK)
@@ -183,12 +172,6 @@ def test_p35_an_answer_whose_blocks_come_later_is_loaded_then(between: str, bloc
     assert engine.side.live_epochs() == {"another epoch": (2,), "no daemon": ()}.get(between, (1,))
     engine.side.finished(request)
     assert scheduler_checks.held(engine.side) == []
-
-
-def test_an_answer_whose_blocks_come_later_says_how_many_it_can_fill() -> None:
-    engine, request = taken_but_without_blocks()
-    with pytest.raises(RuntimeError, match=r"request=r tokens="):
-        engine.allocate(request, 4 * BLOCK)
 
 
 @pytest.mark.parametrize("end", ["abort", "nothing to load"])

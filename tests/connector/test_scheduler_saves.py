@@ -49,19 +49,6 @@ def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
     assert (engine.side.counters["saves"], engine.side.counters["save_blocks"]) == (2, 60)
 
 
-def test_after_a_preemption_the_prefill_includes_the_outputs() -> None:
-    """Its blocks are new, so everything is looked at again; blocks known to be stored are not copied again."""
-    engine = Engine(credits=range(16))
-    request = engine.admitted("r", 2 * BLOCK)
-    engine.acknowledge(engine.step([(request, 2 * BLOCK)]))
-    request.num_tokens += BLOCK + 2
-    engine.preempt(request)
-    engine.admit(request)
-    meta = engine.step([(request, request.num_tokens)])
-    # The lookup of the resumed request found nothing: its usable blocks are saved again, and the new one.
-    assert meta.saves[0].block_ids == [100, 101, 102]
-
-
 def test_blocks_in_the_store_are_not_copied() -> None:
     """Neither those loaded, nor those the lookup found, nor those saved before by another request."""
     engine = Engine(credits=range(30, 46))
@@ -82,18 +69,6 @@ def test_what_was_loaded_is_not_saved_though_its_look_up_goes_on() -> None:
     engine.take(request, 2 * BLOCK)
     (save,) = engine.step([(request, 2 * BLOCK)]).saves
     assert save.block_ids == [102, 103]
-
-
-def test_without_credit_a_save_waits_and_is_counted_when_it_never_comes() -> None:
-    engine = Engine(credits=[1])
-    request = engine.admitted("r", 3 * BLOCK)
-    assert engine.step([(request, 3 * BLOCK)]).saves[0].block_ids == [100]
-    request.num_tokens += 1
-    assert engine.step([(request, 1)]).saves == []
-    engine.daemon.credits.grant([2])
-    assert engine.step([(request, 1)]).saves[0].block_ids == [101]
-    engine.side.finished(request)
-    assert engine.side.counters["save_blocks_unsaved"] == 1
 
 
 def test_without_credit_a_step_looks_at_no_block(monkeypatch: pytest.MonkeyPatch) -> None:

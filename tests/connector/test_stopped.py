@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.connector import hints
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
+from .fakes import BLOCK, MS, Engine, Request
 from .waiting import NOTHING, PENDING, measured, step, visits_until_decided
 
 
@@ -86,13 +86,6 @@ def test_a_stop_ends_with_its_hint() -> None:
     step(engine)
     assert engine.match(request) == NOTHING
     assert engine.side.counters["late_hints"] == 0
-
-
-def test_a_new_session_has_nothing_of_a_stopped_fetch_under_way() -> None:
-    engine, request = overtaken()
-    assert engine.match(request) == PENDING
-    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
-    assert engine.match(request) == NOTHING
 
 
 def test_a_claim_of_a_part_stops_its_fetch() -> None:

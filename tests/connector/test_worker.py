@@ -123,19 +123,6 @@ def test_a_load_that_fails_is_reported_with_its_blocks(asynchronous: bool, epoch
     assert (report.loads, report.failed_loads) == ({1: 1}, {1})
 
 
-def test_a_save_fills_its_slots_after_the_forward() -> None:
-    worker, cache, rows, _ = make()
-    meta = KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2]), SaveOrder(10, 1, [4], [1])])
-    worker.load(meta)
-    cache[4] = 200
-    assert worker.report() is None
-    worker.save(meta)
-    assert (rows[2] == 200).all()
-    assert (rows[1] == 2).all()
-    report = reported(worker)
-    assert (report.saves, report.failed_saves) == ({9: 1, 10: 1}, {10})
-
-
 def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.LogCaptureFixture) -> None:
     """An impossible block and a slot of the device are errors; that an epoch has ended meanwhile is none."""
     worker, cache, rows, _ = make()

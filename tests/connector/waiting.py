@@ -28,17 +28,11 @@ def step(engine: Engine) -> None:
     engine.step([(engine.running, 1)], step_ms=5)  # type: ignore[attr-defined]
 
 
-def visits_until_decided(
-    engine: Engine, request: Request, most: int = 1000, *, step_ms: float | None = None
-) -> tuple[tuple[int | None, bool], int]:
-    """The first answer that is not pending, and how many visits were; `step_ms`: apart, without a request that runs."""
+def visits_until_decided(engine: Engine, request: Request, most: int = 1000) -> tuple[tuple[int | None, bool], int]:
+    """The first answer that is not pending, and how many visits were."""
     for visit in range(most):
         reply = engine.match(request)
         if reply != PENDING:
             return reply, visit
-        if step_ms is None:
-            step(engine)
-        else:
-            engine.daemon.beat()
-            engine.clock.advance_ms(step_ms)
+        step(engine)
     raise AssertionError(f"pending {most} times")
