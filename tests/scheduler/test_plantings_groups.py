@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import saves
-from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
-from tests.scheduler.engine import Engine
-from tests.scheduler.model import BLOCK
 from tests.scheduler.schedules import explore
 from tests.scheduler.shape import Site
 from tests.scheduler.test_plantings import finds
@@ -32,8 +28,6 @@ from tests.scheduler.workers import Rank
 
 pytestmark = pytest.mark.stress  # hundreds of whole schedules
 
-Offers = Mapping[str, Sequence[tuple[int, int, int]]]
-
 
 def layout(name: str) -> dict[str, Any]:
     states: dict[str, Any] = {"drafts": False, **WITH_STATES} if name in STATES else {}
@@ -41,29 +35,12 @@ def layout(name: str) -> dict[str, Any]:
     return {"groups": groups, "retention": retention, **ROOM.get(name, {}), **states}
 
 
-STATE = layout("state")
-
-
-# --- what windows and states have in common ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["window", "state", "state and window"])
-def test_a_failed_load_that_vllm_does_not_hear_of_is_found(
-    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_failed_load_that_vllm_does_not_hear_of_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSide, "failed_requests", lambda self: set())
-    finds(site, "tokens differ|is not as computed", queue=2, load_mode="async", **layout(name))
+    finds(site, "tokens differ|is not as computed", queue=2, load_mode="async", **layout("state and window"))
 
 
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("window", (1, 0)),
-        ("two states", (0, 2, 1)),
-        ("state and window", (0, 2, 1)),
-        ("compressed", (1, 0, 2, 3, 4)),
-    ],
-)
+@pytest.mark.parametrize(("name", "others"), [("state and window", (0, 2, 1)), ("compressed", (1, 0, 2, 3, 4))])
 def test_a_block_stored_under_another_groups_name_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, others: tuple[int, ...]
 ) -> None:
@@ -78,11 +55,7 @@ def test_a_block_stored_under_another_groups_name_is_found(
 @pytest.mark.parametrize(
     ("name", "options"),
     # States wait where a step saves much and the daemon has not given slots back yet.
-    [
-        ("two windows", {}),
-        ("compressed", {"blocks": 32, "settled": False, "budget": 32}),
-        ("two states", {"settled": False, "budget": 64}),
-    ],
+    [("two windows", {}), ("two states", {"settled": False, "budget": 64})],
 )
 def test_a_block_that_waited_and_is_anothers_by_now_is_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
@@ -92,15 +65,11 @@ def test_a_block_that_waited_and_is_anothers_by_now_is_found(
     finds(site, "is not as computed", queue=2, **{**layout(name), **options})
 
 
-# --- windows and chunks -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["window", "window and chunk", "compressed"])
+@pytest.mark.parametrize("name", ["window and chunk", "compressed"])
 def test_slots_read_as_if_nothing_more_were_local_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The slot table is of the prefix as hinted; of each group another part may be local by now."""
-
     whole = Groups.spans
 
     def from_the_begin(self: Groups, *tokens: int) -> list[range]:
@@ -111,16 +80,18 @@ def test_slots_read_as_if_nothing_more_were_local_are_found(
         loads_where_the_local_prefix_grew(site, name)
 
 
-@pytest.mark.parametrize("name", ["window", "compressed", "state and window"])
-def test_a_shorter_window_than_the_daemons_is_found(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Both sides take the order of the slots from the same rules."""
+@pytest.mark.parametrize(("name", "kind"), [("compressed", Kind.WINDOW), ("state and window", Kind.STATE)])
+def test_a_prefix_that_is_loaded_without_a_block_of_its_window_or_its_state_is_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str, kind: Kind
+) -> None:
+    """Both sides take the slots, and their order, from the same rules."""
     whole = Group.first
 
     def shorter(self: Group, tokens: Any) -> Any:
-        return whole(self, tokens) + (self.kind is Kind.WINDOW)
+        return whole(self, tokens) + (self.kind is kind)
 
     monkeypatch.setattr(Group, "first", shorter)
-    finds(site, "holds other bytes|not done by every rank", queue=2, **layout(name))
+    finds(site, "holds other bytes|not done by every rank|tokens differ", queue=2, **layout(name))
 
 
 def test_blocks_of_a_failed_load_named_to_vllm_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,25 +107,6 @@ def test_blocks_of_a_failed_load_named_to_vllm_are_found(site: Site, monkeypatch
         explore(site, 10, queue=2, load_mode="async", **layout("chunk"))
 
 
-def test_a_load_that_vllm_does_not_wait_for_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it fails, nobody can take it back."""
-    original = Claims.match
-
-    def hasty(self: Claims, state: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = original(self, state, *args, **kwargs)
-        if state.answer is not None:
-            state.answer = state.answer._replace(asynchronous=False)
-        return reply[0], False
-
-    def prepare(engine: Engine) -> None:
-        assert engine.oracle is not None
-        engine.oracle.fail_synchronous = True
-        engine.oracle.fail_next = set(range(engine.shape.ranks))
-
-    monkeypatch.setattr(Claims, "match", hasty)
-    finds(site, "tokens differ|is not as computed", queue=3, drafts=False, prepare=prepare, **layout("window"))
-
-
 def test_blocks_that_vllm_has_given_up_and_that_are_saved_are_found(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,82 +115,19 @@ def test_blocks_that_vllm_has_given_up_and_that_are_saved_are_found(
     finds(site, "is not as computed", queue=2, decode=True, **{**layout("window"), "retention": None})
 
 
-# --- states -----------------------------------------------------------------------------------------------------------
-
-
-def step(output: Any, offers: Offers, scheduled: Any) -> Any:
-    """A step of vLLM's with other offers, or other requests."""
-    tables = output.kv_connector_block_state.get_block_ids
-    state = SimpleNamespace(boundary_state_offloads=offers, get_block_ids=tables)
-    return SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Saves, Offers], Offers]) -> None:
-    """Let a change of vLLM's offers reach the connector."""
-    original = Saves.plan_step
-
-    def changed(self: Saves, session: Any, output: Any, cache: Any) -> Any:
-        offers = change(self, output.kv_connector_block_state.boundary_state_offloads)
-        return original(self, session, step(output, offers, output.num_scheduled_tokens), cache)
-
-    monkeypatch.setattr(Saves, "plan_step", changed)
-
-
-def test_a_state_stored_as_that_of_the_block_before_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def earlier(_: Saves, offers: Offers) -> Offers:
-        return {
-            name: [(group, block, tokens - BLOCK) for group, block, tokens in each if tokens > BLOCK]
-            for name, each in offers.items()
-        }
-
-    plant(monkeypatch, earlier)
-    finds(site, "is not as computed", queue=2, **STATE)
-
-
 def test_a_state_saved_a_step_after_its_offer_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """By then vLLM may have given its block to another request, of the few that there are."""
-    kept: dict[int, Offers] = {}
+    original, kept = Saves.plan_step, dict[int, Any]()
 
-    def later(saves: Saves, offers: Offers) -> Offers:
-        before = kept.get(id(saves), {})
-        kept[id(saves)] = offers
-        return before
+    def later(self: Saves, session: Any, output: Any, cache: Any) -> Any:
+        state, before = output.kv_connector_block_state, kept.get(id(self), {})
+        kept[id(self)] = state.boundary_state_offloads
+        late = SimpleNamespace(boundary_state_offloads=before, get_block_ids=state.get_block_ids)
+        step = SimpleNamespace(num_scheduled_tokens=output.num_scheduled_tokens, kv_connector_block_state=late)
+        return original(self, session, step, cache)
 
-    plant(monkeypatch, later)
-    finds(site, "is not as computed|before its tokens exist", queue=2, blocks=6, **STATE)
-
-
-def test_a_state_that_rests_on_a_failed_load_or_on_old_weights_is_found(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Saves.plan_step
-
-    def trusting(self: Saves, session: Any, output: Any, cache: Any) -> Any:
-        tainted = [state for state in self.unsaved.values() if state.tainted]
-        for state in tainted:
-            state.tainted = False
-        offers = output.kv_connector_block_state.boundary_state_offloads
-        orders = [*original(self, session, step(output, offers, {}), cache)]
-        for state in tainted:
-            state.tainted = True
-        return [*orders, *original(self, session, step(output, {}, output.num_scheduled_tokens), cache)]
-
-    monkeypatch.setattr(Saves, "plan_step", trusting)
-    finds(site, "is not as computed|stored value is wrong", queue=3, **STATE)
-
-
-@pytest.mark.parametrize("name", ["state", "state and window"])
-def test_a_prefix_that_is_loaded_without_its_state_is_found(
-    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Both sides take the slots from the same rules."""
-    whole = Group.first
-
-    def without(self: Group, tokens: Any) -> Any:
-        return whole(self, tokens) + (self.kind is Kind.STATE)
-
-    monkeypatch.setattr(Group, "first", without)
-    finds(site, "holds other bytes|not done by every rank|tokens differ", queue=2, **layout(name))
+    monkeypatch.setattr(Saves, "plan_step", later)
+    finds(site, "is not as computed|before its tokens exist", queue=2, blocks=6, **layout("state"))
 
 
 def test_states_of_accepted_drafts_that_are_not_put_at_the_ends_of_blocks_are_found(
@@ -246,4 +135,4 @@ def test_states_of_accepted_drafts_that_are_not_put_at_the_ends_of_blocks_are_fo
 ) -> None:
     """A defect of vLLM's worker: the schedules accept drafts across ends of blocks whose states are used."""
     monkeypatch.setattr(Rank, "move_state", lambda self, group, table, source, target: None)
-    finds(site, "tokens differ|is not as computed", queue=2, **{**STATE, "drafts": True})
+    finds(site, "tokens differ|is not as computed", queue=2, **{**layout("state"), "drafts": True})
