@@ -161,7 +161,7 @@ class Engine:
     def pause(self, state: PauseState) -> None:
         self.scheduler.set_pause_state(state)
 
-    def forget(self, *, running: bool, connector: bool = False) -> bool:
+    def forget(self, *, running: bool, connector: bool = False) -> None:
         """Reset the engine's own prefix cache, with the running requests preempted where vLLM can do that."""
         if self.site is not None and self.shape.settled:
             self.settle()
@@ -173,25 +173,11 @@ class Engine:
                 for name in self.scheduler.requests
                 if name not in held
             )
-        local = []
-        manager = self.scheduler.kv_cache_manager
-        original = manager.reset_prefix_cache
-
-        def note() -> bool:
-            local.append(original())
-            return local[-1]
-
-        manager.reset_prefix_cache = note
-        try:
-            ok: bool = self.scheduler.reset_prefix_cache(running, reset_connector=connector)
-        finally:
-            del manager.reset_prefix_cache
+        done = self.scheduler.reset_prefix_cache(running, reset_connector=connector)  # ours is always done
         if connector and self.site is not None:
             self.weights[self.side.resets.current.id] = self.workers.weights
-        self.counts["forgets"] += local[0]
-        if local[0]:
-            self._stale = False
-        return ok
+        self.counts["forgets"] += done
+        self._stale = self._stale and not done
 
     def new_weights(self, *, running: bool) -> None:
         """As a trainer does it: execute all queued steps, change the weights, reset the caches."""
@@ -245,7 +231,9 @@ class Engine:
         self._process()
         return True
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, seed: int = 0) -> None:
+        """Some turns of the engine's loop; `seed` decides how far the ranks lag behind."""
+        self.jitter = random.Random(seed)
         for _ in range(steps):
             if not self.step():
                 return

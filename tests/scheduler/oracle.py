@@ -7,7 +7,6 @@ Copies are watched where the worker side starts them, which is also where load f
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -197,9 +196,6 @@ class Oracle:
         for what, orders in (("load", self._loads), ("save", self._saves)):
             wrong += [f"{what} {number}: not done by every rank" for number, one in orders.items() if one.ranks_left]  # type: ignore[attr-defined]
         return wrong + scheduler_checks.held(self._side)
-
-    def value_digest(self, weights: int, tokens: tuple[int, ...], rank: int, group: int) -> str:
-        return hashlib.sha256(self._truth.block(weights, tokens, rank, group)).hexdigest()
 
 
 class _Fence:

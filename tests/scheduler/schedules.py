@@ -1,4 +1,4 @@
-"""Random schedules: the acts of clients and operators, as data that hypothesis can draw and shrink."""
+"""Random schedules: the acts of clients and operators, as values that hypothesis can draw and shrink."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -23,6 +24,10 @@ MAX_STEPS_BETWEEN = 8
 STORED_S = 10.0
 
 
+# Of acts on an engine: of these classes, or calls of the engine's methods.
+Schedule = list[Any]
+
+
 @dataclass(frozen=True)
 class Add:
     """A prompt of `shared` tokens of a family and `own` tokens of its own; prompts come back."""
@@ -34,23 +39,21 @@ class Add:
     kind: str = "plain"
     priority: int = 0
 
-    def tokens(self) -> list[int]:
+    def __call__(self, engine: Engine) -> None:
         tail = random.Random(100 * self.family + self.own)
-        return FAMILIES[self.family][: self.shared] + [tail.randrange(VOCAB) for _ in range(self.own)]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Some turns of the engine's loop; `seed` decides how far the ranks lag behind."""
-
-    steps: int
-    seed: int = 0
+        tokens = FAMILIES[self.family][: self.shared] + [tail.randrange(VOCAB) for _ in range(self.own)]
+        session, skip = self.kind == "session", self.kind == "skip"
+        engine.add(tokens, self.out, session=session, skip_reading=skip, priority=self.priority)
 
 
 @dataclass(frozen=True)
 class Abort:
     which: int
     late: bool = False
+
+    def __call__(self, engine: Engine) -> None:
+        if live := [name for name in engine.requests if name in engine.scheduler.requests]:
+            engine.abort(live[-1 - self.which % len(live)], late=self.late)
 
 
 @dataclass(frozen=True)
@@ -60,35 +63,15 @@ class Feed:
     which: int
     own: int
 
-
-@dataclass(frozen=True)
-class FailLoad:
-    rank: int
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Reset the engine's own prefix cache; `running` preempts what runs."""
-
-    running: bool
+    def __call__(self, engine: Engine) -> None:
+        if sessions := [name for name, sent in engine.requests.items() if sent.session]:
+            chunk = [random.Random(self.own).randrange(VOCAB) for _ in range(self.own)]
+            engine.feed(sessions[self.which % len(sessions)], chunk or None)
 
 
-@dataclass(frozen=True)
-class NewWeights:
-    running: bool
-
-
-@dataclass(frozen=True)
-class Detach:
-    """The connection to the daemon ends; a new epoch follows."""
-
-
-@dataclass(frozen=True)
-class Pause:
-    state: PauseState
-
-
-Schedule = list[Any]
+run, forget, fail_load, new_weights = (
+    functools.partial(methodcaller, name) for name in ("run", "forget", "fail_load", "new_weights")
+)
 
 _adds = st.builds(
     Add,
@@ -99,18 +82,18 @@ _adds = st.builds(
     kind=st.sampled_from(["plain"] * 8 + ["session", "skip"]),
     priority=st.integers(0, 2),
 )
-_runs = st.builds(Run, steps=st.integers(1, MAX_STEPS_BETWEEN), seed=st.integers(0, 99))
+_runs = st.builds(run, steps=st.integers(1, MAX_STEPS_BETWEEN), seed=st.integers(0, 99))
 _aborts = st.builds(Abort, which=st.integers(0, 9), late=st.booleans())
-_failures = st.builds(FailLoad, rank=st.integers(0, 1))
+_failures = st.builds(fail_load, rank=st.integers(0, 1))
 _rest = st.one_of(
     st.builds(Feed, which=st.integers(0, 9), own=st.integers(0, 6)),
-    st.builds(Forget, running=st.booleans()),
-    st.builds(NewWeights, running=st.booleans()),
-    st.builds(Pause, state=st.sampled_from(list(PauseState))),
-    st.builds(Detach),
+    st.builds(forget, running=st.booleans()),
+    st.builds(new_weights, running=st.booleans()),
+    st.builds(methodcaller, st.just("pause"), state=st.sampled_from(list(PauseState))),
+    st.just(methodcaller("detach")),
 )
 # Without the engine forgetting now and then nothing would be loaded. one_of() would choose evenly among all of these.
-_again = st.builds(Forget, running=st.just(True))
+_again = st.just(forget(running=True))
 _operations = st.sampled_from([_adds] * 8 + [_again] * 3 + [_failures] * 2 + [_aborts] * 2 + [_rest] * 4).flatmap(
     lambda chosen: chosen
 )
@@ -120,12 +103,12 @@ schedules: st.SearchStrategy[Schedule] = st.lists(st.tuples(_operations, _runs),
 
 # Always played first: what must not be left to chance.
 CORNERS: list[Schedule] = [
-    [Add(0, 0, 30, 12), Run(40, 1)],  # a new prompt in several chunks
-    *([Add(0, 0, 30, 12), Run(steps, steps), NewWeights(running=False), Run(30, steps)] for steps in range(1, 6)),
-    [FailLoad(0), FailLoad(1), Add(0, 36, 1, 6), Run(20, 2)],
-    [Add(0, 36, 1, 6), Run(1, 3), Abort(0), Run(20, 3)],
-    [Add(1, 16, 2, 4, "session"), Run(8, 4), Feed(0, 6), Run(8, 4), Feed(0, 0)],
-    [Add(family, 16, own, 12) for family in (0, 1) for own in (3, 4)] + [Run(60, 5)],  # more than the pool holds
+    [Add(0, 0, 30, 12), run(40, 1)],  # a new prompt in several chunks
+    *([Add(0, 0, 30, 12), run(steps, steps), new_weights(running=False), run(30, steps)] for steps in range(1, 6)),
+    [fail_load(0), fail_load(1), Add(0, 36, 1, 6), run(20, 2)],
+    [Add(0, 36, 1, 6), run(1, 3), Abort(0), run(20, 3)],
+    [Add(1, 16, 2, 4, "session"), run(8, 4), Feed(0, 6), run(8, 4), Feed(0, 0)],
+    [Add(family, 16, own, 12) for family in (0, 1) for own in (3, 4)] + [run(60, 5)],  # more than the pool holds
 ]
 
 shapes: st.SearchStrategy[Shape] = st.builds(
@@ -155,40 +138,8 @@ def truth_of(shape: Shape) -> Truth:
 
 
 def play(engine: Engine, schedule: Schedule) -> None:
-    for operation in schedule:
-        _do(engine, operation)
-
-
-def _do(engine: Engine, operation: Any) -> None:
-    names = list(engine.requests)
-    if isinstance(operation, Add):
-        engine.add(
-            operation.tokens(),
-            operation.out,
-            session=operation.kind == "session",
-            skip_reading=operation.kind == "skip",
-            priority=operation.priority,
-        )
-    elif isinstance(operation, Run):
-        engine.jitter = random.Random(operation.seed)
-        engine.run(operation.steps)
-    elif isinstance(operation, Abort):
-        if live := [name for name in names if name in engine.scheduler.requests]:
-            engine.abort(live[-1 - operation.which % len(live)], late=operation.late)
-    elif isinstance(operation, Feed):
-        if sessions := [name for name in names if engine.requests[name].session]:
-            chunk = [random.Random(operation.own).randrange(VOCAB) for _ in range(operation.own)]
-            engine.feed(sessions[operation.which % len(sessions)], chunk or None)
-    elif isinstance(operation, FailLoad):
-        engine.fail_load(operation.rank)
-    elif isinstance(operation, Forget):
-        engine.forget(running=operation.running)
-    elif isinstance(operation, NewWeights):
-        engine.new_weights(running=operation.running)
-    elif isinstance(operation, Detach):
-        engine.detach()
-    elif isinstance(operation, Pause):
-        engine.pause(operation.state)
+    for act in schedule:
+        act(engine)
 
 
 def check(
@@ -200,9 +151,9 @@ def check(
         if prepare is not None:
             prepare(engine)
         # What a first engine left in the store, for loads from the start.
-        play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [Run(60)])
+        play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [run(60)])
         engine.settle(STORED_S)
-        play(engine, [Forget(running=True), *schedule])
+        play(engine, [forget(running=True), *schedule])
     except BaseException:
         engine.close()
         raise

@@ -72,7 +72,6 @@ class Shape:
     seqs: int = 4
     budget: int = 16
     settled: bool = True
-    wait_timeout_ms: int = 2000
 
     @property
     def has_states(self) -> bool:
@@ -98,7 +97,7 @@ def vllm_config(shape: Shape, name: str, socket: Path | None) -> Any:
             "key_format": "vllm",
             "load_mode": shape.load_mode,
             "save_decode_cache": shape.decode,
-            "wait_timeout_ms": shape.wait_timeout_ms,
+            "wait_timeout_ms": 2000,
             "wait_policy": "timeout" if shape.patient else "adaptive",
             "hint_on_arrival": shape.early,
             "sync_load_max_bytes": SYNC_BLOCKS * BLOCK_BYTES,

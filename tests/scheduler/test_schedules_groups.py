@@ -11,7 +11,7 @@ import vllm
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.scheduler.engine import Engine, Sent
 from tests.scheduler.model import BLOCK, FULL
-from tests.scheduler.schedules import STORED_S, Add, Forget, Run, explore, play, truth_of
+from tests.scheduler.schedules import STORED_S, Add, explore, forget, play, run, truth_of
 from tests.scheduler.shape import Shape, Site, make_request
 from tests.scheduler.test_schedules import COVERED, QUEUES
 from tests.scheduler.verdict import finish
@@ -76,7 +76,7 @@ def loads_where_the_local_prefix_grew(site: Site, layout: str) -> int:
     play(engine, [Add(0, 36, 1, 1)])
     while engine.step():
         engine.settle(STORED_S)
-    play(engine, [Forget(running=True), Add(0, 28, 1, 12, "skip"), Add(0, 36, 1, 2), Run(60, 1)])
+    play(engine, [forget(running=True), Add(0, 28, 1, 12, "skip"), Add(0, 36, 1, 2), run(60, 1)])
     finish(engine)
     return engine.counts["loads"]
 
@@ -103,31 +103,17 @@ def test_some_random_schedules(site: Site) -> None:
     covers(site, LAYOUTS, "window and chunk", 10, SOME, queue=2)
 
 
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and Mamba")
+@pytest.mark.shows("streaming sessions", "full attention and Mamba")
+@pytest.mark.shows("n-gram drafts", "full attention and Mamba")
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and Mamba")
+@pytest.mark.shows("streaming sessions", "full attention, sliding windows and Mamba")
+@pytest.mark.shows("n-gram drafts", "full attention, sliding windows and Mamba")
 @pytest.mark.parametrize(
     ("name", "queue", "examples"),
     [
-        pytest.param(
-            "two states",
-            2,
-            10,
-            marks=[
-                pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and Mamba"),
-                pytest.mark.shows("streaming sessions", "full attention and Mamba"),
-                pytest.mark.shows("n-gram drafts", "full attention and Mamba"),
-            ],
-        ),
-        pytest.param(
-            "state, two windows",
-            2,
-            10,
-            marks=[
-                pytest.mark.shows(
-                    "random schedules, `Scheduler` and `AsyncScheduler`", "full attention, sliding windows and Mamba"
-                ),
-                pytest.mark.shows("streaming sessions", "full attention, sliding windows and Mamba"),
-                pytest.mark.shows("n-gram drafts", "full attention, sliding windows and Mamba"),
-            ],
-        ),
+        ("two states", 2, 10),
+        ("state, two windows", 2, 10),
         *(
             pytest.param(name, queue, 35, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])
             for name in STATES
@@ -141,35 +127,19 @@ def test_some_random_schedules_with_states(site: Site, name: str, queue: int, ex
     covers(site, STATES, name, examples, [each for each in what if sessions or each != "chunks"], queue=queue)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "full",
-        pytest.param("window", marks=pytest.mark.shows("EAGLE drafts", "full attention and sliding windows")),
-        pytest.param("state", marks=pytest.mark.shows("EAGLE drafts", "full attention and Mamba")),
-    ],
-)
+@pytest.mark.shows("EAGLE drafts", "full attention and sliding windows")
+@pytest.mark.shows("EAGLE drafts", "full attention and Mamba")
+@pytest.mark.parametrize("layout", ["window", "state"])
 def test_some_random_schedules_with_a_drafter(site: Site, layout: str) -> None:
     covers(site, DRAFTERS, layout, 10, (*SOME, "drafts"), queue=2, drafts=True)
 
 
+@pytest.mark.shows("EAGLE drafts", "full attention, sliding windows and Mamba")
+@pytest.mark.shows("EAGLE drafts", "compressed MLA and sliding windows (DeepSeek-V4)")
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "full",
-        "window",
-        "state",
-        pytest.param(
-            "state and window", marks=pytest.mark.shows("EAGLE drafts", "full attention, sliding windows and Mamba")
-        ),
-        pytest.param(
-            "compressed", marks=pytest.mark.shows("EAGLE drafts", "compressed MLA and sliding windows (DeepSeek-V4)")
-        ),
-    ],
-)
+@pytest.mark.parametrize("layout", DRAFTERS)
 def test_random_schedules_with_a_drafter(site: Site, layout: str, queue: int) -> None:
     what = [each for each in COVERED if each != "chunks"]  # sessions have no drafts: see Engine.add
     covers(site, DRAFTERS, layout, 35, what, queue=queue, drafts=True)
@@ -199,33 +169,14 @@ def test_vllm_alone_fails_in_a_session_with_states_and_two_steps_in_flight(site:
     assert (engine.requests["s"].received == right) == (queue < 3)
 
 
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and sliding windows")
+@pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and chunks")
+@pytest.mark.shows(
+    "random schedules, `Scheduler` and `AsyncScheduler`", "compressed MLA and sliding windows (DeepSeek-V4)"
+)
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            each,
-            marks=pytest.mark.shows(
-                "random schedules, `Scheduler` and `AsyncScheduler`", "full attention and sliding windows"
-            ),
-        )
-        for each in ("window", "unlike blocks", "two windows")
-    ]
-    + [
-        pytest.param(
-            "chunk",
-            marks=pytest.mark.shows("random schedules, `Scheduler` and `AsyncScheduler`", "full attention and chunks"),
-        ),
-        pytest.param(
-            "compressed",
-            marks=pytest.mark.shows(
-                "random schedules, `Scheduler` and `AsyncScheduler`", "compressed MLA and sliding windows (DeepSeek-V4)"
-            ),
-        ),
-        "window and chunk",
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_schedules(site: Site, layout: str, queue: int) -> None:
     covers(site, LAYOUTS, layout, 35, COVERED, queue=queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 
 from kvprefetch.kv.keys import whole_prefix
 from tests.scheduler.engine import Engine
@@ -61,7 +62,7 @@ def _wrong_values(engine: Engine, site: Site) -> list[str]:
                     continue
                 engine.counts["stored"] += 1
                 engine.counts[f"stored_{group.kind.value}"] += 1
-                if found != engine.oracle.value_digest(weights, tokens, rank.number, number):
+                if found != hashlib.sha256(engine.truth.block(weights, tokens, rank.number, number)).hexdigest():
                     wrong.append(f"stored value is wrong: rank={rank.number} group={number} tokens={len(tokens)}")
     return wrong
 
@@ -72,27 +73,23 @@ def _wrong_tokens(engine: Engine) -> list[str]:
     for sent in engine.requests.values():
         if not sent.comparable:
             continue
-        right = plain_tokens(engine.truth, sent.weights, sent.chunks, sent.out, session=sent.session)
-        if not sent.aborted and not sent.session:
-            equal = sent.received == right
-        else:
-            equal = sent.received == right[: len(sent.received)]
+        chunks = tuple(map(tuple, sent.chunks))
+        right = list(plain_tokens(engine.truth, sent.weights, chunks, sent.out, sent.session))
         engine.counts["compared"] += 1
-        if not equal:
+        cut = sent.aborted or sent.session
+        if sent.received != (right[: len(sent.received)] if cut else right):
             wrong.append(f"tokens differ: {sent.name}: {sent.received} instead of {right}")
     return wrong
 
 
 @functools.lru_cache(maxsize=512)
-def _plain(truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out: int, session: bool) -> tuple[int, ...]:
+def plain_tokens(
+    truth: Truth, weights: int, chunks: tuple[tuple[int, ...], ...], out: int, session: bool
+) -> tuple[int, ...]:
+    """The tokens of vLLM's plain scheduler, alone with one request and without a connector."""
     engine = Engine(Shape(groups=truth.groups, ranks=truth.ranks, blocks=64), None, truth, weights=weights)
     name = engine.add(list(chunks[0]), out, session=session)
     for chunk in chunks[1:]:
         engine.feed(name, list(chunk))
     engine.drain()
     return tuple(engine.requests[name].received)
-
-
-def plain_tokens(truth: Truth, weights: int, chunks: list[list[int]], out: int, *, session: bool = False) -> list[int]:
-    """The tokens of vLLM's plain scheduler, alone with one request and without a connector."""
-    return list(_plain(truth, weights, tuple(tuple(chunk) for chunk in chunks), out, session))
