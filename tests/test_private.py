@@ -21,7 +21,6 @@ ALLOWED: dict[str, int] = {
     "tests/connector/test_nodes.py": 1,
     "tests/connector/test_pitfalls.py": 1,
     "tests/connector/test_pitfalls_saves.py": 4,
-    "tests/connector/test_refused_features.py": 2,
     "tests/e2e/probes.py": 2,
     "tests/gpu/side.py": 1,
     "benchmarks/cuda.py": 2,

@@ -62,21 +62,13 @@ def test_an_idle_engine_sees_what_comes_while_it_waits(policy: str) -> None:
     assert clock.pauses == pauses, "only the first visit waits"
 
 
-def test_a_rank_whose_steps_others_wait_for_does_not_sleep_either() -> None:
-    engine, clock = turning(wait_policy="adaptive", lockstep=True)
-    late = engine.add("late", 20 * BLOCK + 1)
-    clock.arrive("late", 500)
-    began = clock.ns
-    assert engine.match(late) == PENDING
-    assert clock.pauses == 0
-    assert clock.ns - began < 300_000
-
-
-@pytest.mark.parametrize("case", ["running", "admitted"])
+@pytest.mark.parametrize("case", ["running", "admitted", "idle rank whose steps others wait for"])
 def test_a_busy_engine_spins_for_the_look_up_only(case: str) -> None:
     """A miss keeps its place when its answer comes in time; a hit in its fetch is waited for without a spin."""
-    engine, clock = turning(wait_policy="adaptive")
-    occupy(engine, case)
+    busy = case in {"running", "admitted"}
+    engine, clock = turning(wait_policy="adaptive", lockstep=not busy)
+    if busy:
+        occupy(engine, case)
     prefill_costs(engine)
     miss, hit, slow = (engine.add(name, 20 * BLOCK + 1) for name in ("miss", "hit", "slow"))
     clock.arrive("miss", 100, blocks=0)

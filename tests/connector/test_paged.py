@@ -61,12 +61,6 @@ def test_layers_that_share_memory_stand_once_in_the_value() -> None:
     assert paged.block_bytes == len(upstream_value(kv_caches, 1))
 
 
-def test_layers_of_other_groups_are_left_out() -> None:
-    kv_caches = caches("LBNHC")
-    paged = PagedCache(kv_caches, ["layer.0", "layer.2"], BLOCKS)
-    assert paged.block_bytes == 2 * SIZES["H"] * SIZES["N"] * SIZES["C"] * 2
-
-
 def broken() -> list[tuple[str, Any]]:
     sound = caches("LBHNC")
     first = sound["layer.0"]

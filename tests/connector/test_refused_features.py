@@ -14,7 +14,6 @@ import torch
 vllm = pytest.importorskip("vllm")
 
 from kvprefetch.connector import refusals  # noqa: E402
-from kvprefetch.connector.paged import PagedCache  # noqa: E402
 from tests.connector.test_connector import FULL, kv_cache_config  # noqa: E402
 from tests.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
 
@@ -39,28 +38,6 @@ def per_token_head() -> Any:
 
     spec = dataclasses.replace(FULL, dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     return kv_cache_config([spec])
-
-
-def test_scales_that_were_loaded_before_the_first_forward_are_overwritten_by_it() -> None:
-    """vLLM fills a layer's per-token-head scales, which lie in the blocks, when it first comes to that layer."""
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    blocks, heads, tokens, size = 4, 2, 8, 16
-    cache = torch.zeros(blocks, heads, tokens, 2 * (size + 4), dtype=torch.int8)
-    paged = PagedCache({"layer": cache}, ["layer"], blocks)
-    rows = np.random.default_rng(1).integers(0, 255, (1, paged.block_bytes), dtype=np.uint8)
-    layer = TritonAttentionImpl.__new__(TritonAttentionImpl)
-    layer._kv_quant_mode = KVQuantMode.INT8_PER_TOKEN_HEAD
-
-    def kept() -> bool:
-        """Whether block 3 is as it was loaded after the layer was come to."""
-        paged.load(rows, [0], [3])
-        layer._pth_key_value_caches(cache)
-        return bytes(cache[3].numpy()) == rows.tobytes()
-
-    assert not kept()
-    assert kept()  # from then on
 
 
 @pytest.mark.shows("KV scales per token and head, `--enforce-eager`", refused=True)

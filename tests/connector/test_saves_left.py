@@ -61,21 +61,6 @@ def test_a_finished_request_is_saved_on_when_slots_come_back() -> None:
     assert not engine.side.has_pending_work()
 
 
-def test_a_block_that_was_given_away_meanwhile_is_never_saved() -> None:
-    """Planted: a check that always says yes would store another request's bytes under the old digest."""
-    for honest in (True, False):
-        engine = Engine()
-        request = run_short(engine, "r", 3)
-        finish(engine, request, 3)
-        engine.cache.names[101] = b"another"
-        if not honest:
-            engine.cache.holds = lambda block_id, name: True  # type: ignore[method-assign]
-        engine.daemon.credits.grant([40, 41, 42])
-        (save,) = engine.step().saves
-        assert save.block_ids == ([100, 102] if honest else [100, 101, 102])
-        assert engine.side.counters["save_blocks_unsaved"] == int(honest)
-
-
 def test_what_requests_share_is_left_once() -> None:
     engine = Engine()
     for name in ("r", "s"):
