@@ -53,7 +53,6 @@ class Oracle:
         self.wrong: list[str] = []
         self.tokens: dict[bytes, tuple[int, ...]] = {}
         self.fail_next: set[int] = set()
-        self.fail_synchronous = False
         self.lag = lag
         self.fences: list[_Fence] = []
         self.counts: Counter[str] = Counter()
@@ -155,7 +154,7 @@ class Oracle:
 
     def fails(self, load: Load, rank: int) -> bool:
         """Whether this load was chosen to fail on this rank."""
-        if rank not in self.fail_next or not (load.order.asynchronous or self.fail_synchronous):
+        if rank not in self.fail_next or not load.order.asynchronous:
             return False
         self.fail_next.discard(rank)
         self.counts["failed_ranks"] += 1
