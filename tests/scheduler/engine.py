@@ -294,15 +294,13 @@ class Engine:
     def await_reset(self) -> None:
         """The daemon hears of a reset once it is attached and there are requests."""
         deadline = time.monotonic() + DRAIN_S
-        while self.site is not None and self.link.confirmed_reset < self.side.resets.generation:
+        while self.link.confirmed_reset < self.side.resets.generation:
             assert time.monotonic() < deadline, "a reset is not confirmed"
             time.sleep(0.02)
             self.add([1] * BLOCK, 1)
             self.drain()
 
     def close(self) -> None:
-        if self.site is None:
-            return
         self.scheduler.shutdown()
         for rank in self.workers.ranks:
             rank.connector.shutdown()

@@ -12,14 +12,11 @@ from tests.scheduler.shape import Shape, Site
 
 
 def finish(engine: Engine) -> None:
-    """Drain the engine, check all that must hold, and close it. Raises AssertionError."""
+    """Drain an engine beside a daemon, check all that must hold, and close it. Raises AssertionError."""
     try:
         engine.drain()
         engine.await_reset()
-        wrong = _kept(engine)
-        if engine.site is not None:
-            wrong += _wrong_tokens(engine)
-            wrong += _of_the_connector(engine, engine.site)
+        wrong = [*_kept(engine), *_wrong_tokens(engine), *_of_the_connector(engine)]
         assert not wrong, "\n".join([f"{engine.shape}", *wrong])
     finally:
         engine.close()
@@ -35,8 +32,10 @@ def _kept(engine: Engine) -> list[str]:
     return wrong
 
 
-def _of_the_connector(engine: Engine, site: Site) -> list[str]:
+def _of_the_connector(engine: Engine) -> list[str]:
+    assert engine.site is not None
     assert engine.oracle is not None
+    site = engine.site
     wrong = [*engine.oracle.wrong, *engine.logged.texts, *engine.oracle.left_behind()]
     site.auditor.assert_idle(site.daemon.pid, site.daemon.socket)
     engine.counts.update(engine.side.counters)
