@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector import saves
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from .fakes import BLOCK, Engine, Request
+from kvprefetch.connector import saves
+from kvprefetch.connector.prefix_cache import PrefixCache
+
+from .fakes import BLOCK, Engine, Request, one_group
 from .real import RealEngine
 from .test_scheduler_saves import saved_digests
 
@@ -163,3 +169,26 @@ def test_vllms_own_pool_says_whether_a_block_is_still_there(make: Callable[..., 
         digests = {digest for saved in engine.daemon.saved for digest in saved.names}
         assert len(digests) == (1 + 6 if reused else 4), "seven blocks: one of the first request is left beside six"
         assert engine.left() == []
+
+
+def test_after_a_reset_it_looks_at_what_the_engine_cached_since() -> None:
+    """vLLM replaces the map of cached blocks at each reset."""
+    pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=BLOCK)
+    manager: Any = SimpleNamespace(block_pool=pool, get_computed_blocks=lambda _: (None, BLOCK))
+    cache = PrefixCache(manager, one_group())
+
+    def put(digest: bytes) -> list[Any]:
+        blocks = pool.get_new_blocks(1)
+        pool.cached_block_hash_to_block.insert(make_block_hash_with_group_id(BlockHash(digest), 0), blocks[0])
+        return blocks
+
+    def tokens(digest: bytes) -> int:
+        return cache.tokens(SimpleNamespace(block_hashes=[digest]))  # type: ignore[arg-type]
+
+    old, new = b"a" * 32, b"b" * 32
+    pool.free_blocks(put(old))
+    assert (cache.blocks(), tokens(old)) == (1, BLOCK)
+    assert pool.reset_prefix_cache()
+    assert (cache.blocks(), tokens(old)) == (0, 0)
+    put(new)
+    assert (cache.blocks(), tokens(old), tokens(new)) == (1, 0, BLOCK)
