@@ -181,7 +181,7 @@ def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp
         ({}, True, True),
         ({"role": "kv_producer"}, False, True),
         ({"role": "kv_consumer"}, True, False),
-        ({"extra": {"mode": "shadow"}}, False, False),
+        ({"extra": {"mode": "shadow", "key_format": "vllm"}}, False, False),
     ],
 )
 def test_roles_and_the_shadow_mode_decide_what_is_done(
@@ -192,7 +192,8 @@ def test_roles_and_the_shadow_mode_decide_what_is_done(
     hello = connector.link.hello().scheduler
     connector.shutdown()
     assert hello is not None
-    assert (hello.loads, hello.saves) == (loads, saves)
+    assert (hello.loads, hello.saves, hello.max_blocks) == (loads, saves, 16)
+    assert hello.upstream_keys is ("extra" in changes)
 
 
 def test_a_hello_names_the_epochs_that_are_live_when_it_is_said(tmp_path: Path) -> None:
