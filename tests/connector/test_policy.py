@@ -240,6 +240,17 @@ def test_a_long_step_does_not_make_short_prompts_look_worthless() -> None:
     assert look(policy, begin(), 0, 0, missing=4) is Verdict.WAIT
 
 
+def test_behind_another_that_waits_nobody_is_late(policy: WaitPolicy) -> None:
+    """Its turn comes with the first of those that wait; only then does its clock start."""
+    wait = begin()
+    for at in range(0, 100_000, 10_000):
+        assert look(policy, wait, 0, at, first=False) is Verdict.WAIT
+    assert look(policy, wait, 0, 100_000) is Verdict.WAIT
+    assert look(policy, wait, 0, 106_000, first=False) is Verdict.LATE, "once it was first, it is judged"
+    patient = begin("timeout")
+    assert look(policy, patient, 0, 5000, first=False) is Verdict.LATE
+
+
 def test_the_other_policies_ask_no_rates() -> None:
     never = World(1.0, 1000 * MS, 10, [], 10)  # recomputing costs nothing, and nothing will ever come
     policy = policy_for(never, busy=True)
