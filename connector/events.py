@@ -6,7 +6,7 @@ are not published: the store makes them on its own.  A reset goes with vLLM's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
@@ -52,10 +52,6 @@ class SavedBlocks:
             kv_cache_spec_sliding_window=window,
             session_id=request.session_id,
         )
-
-    def save(self, save_id: int, slots: Sequence[int], events: Sequence[BlockStored]) -> None:
-        """Blocks with these events are being copied into these slots."""
-        self.saving[save_id] = dict(zip(slots, events, strict=True))
 
     def take(self, reports: Iterable[Stored]) -> list[BlockStored]:
         """Return the events of blocks that the daemon's reports place in the store, each once."""

@@ -39,10 +39,6 @@ class Geometry:
     def block_tokens(self) -> int:
         return self.groups.unit_tokens
 
-    @cached_property
-    def hashes_per_block(self) -> int:
-        return self.groups.unit_tokens // self.groups.hash_tokens
-
 
 def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
     """The numbers of a configuration that `check` accepted."""
@@ -72,12 +68,9 @@ def rules_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return groups.of_engine(kv_cache_config, hash_tokens, drafts=_drops_last(vllm_config))
-
-
-def _drops_last(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
-    return speculative is not None and bool(speculative.use_eagle_block_drop())
+    drafts = speculative is not None and bool(speculative.use_eagle_block_drop())
+    return groups.of_engine(kv_cache_config, hash_tokens, drafts=drafts)
 
 
 def drafted_tokens(vllm_config: VllmConfig) -> int:

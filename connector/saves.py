@@ -44,9 +44,8 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True)
 class Save:
-    """A dispatched save: its slots of `session` receive the blocks with these names."""
+    """A dispatched save: its slots of the current epoch receive the blocks with these names."""
 
-    session: SchedulerSession
     slots: list[int]
     names: list[bytes]
     reset_generation: int
@@ -226,10 +225,10 @@ class Saves:
         slots = session.credits.take(min(len(blocks), most))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = Save(session, slots, [block.name for block in taken], self._generation, self._geometry.world_size)
+        save = Save(slots, [block.name for block in taken], self._generation, self._geometry.world_size)
         self.waiting[save_id] = save
         if self._events is not None:
-            self._events.save(save_id, slots, [block.event for block in taken])
+            self._events.saving[save_id] = {slot: block.event for slot, block in zip(slots, taken, strict=True)}
         self._known.add(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
@@ -291,7 +290,7 @@ class Saves:
         tokens: int = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self._decode:
             tokens = min(tokens, state.prefill_tokens)
-        blocks: int = min(tokens // geometry.block_tokens, len(request.block_hashes) // geometry.hashes_per_block)
+        blocks: int = min(tokens, len(request.block_hashes) * geometry.groups.hash_tokens) // geometry.block_tokens
         if geometry.groups.proof_tokens and tokens > state.prefill_tokens:
             # The drafter may not have written its KV of the newest block's last token yet.
             blocks -= 1
@@ -303,7 +302,8 @@ class Saves:
             save = self.waiting.get(save_id)
             if save is None:
                 continue  # of an ended epoch
-            save.dropped = save.dropped or save_id in failed
+            if save_id in failed:
+                self._void(save_id, save)
             save.ranks_left -= ranks
             if save.ranks_left <= 0:
                 del self.waiting[save_id]
@@ -311,39 +311,41 @@ class Saves:
 
     def drop(self) -> None:
         """Some KV does not match its tokens: slots that were copied and not reported go back unused."""
-        for save in (*self.waiting.values(), *(save for _, save in self.copied)):
-            save.dropped = True
-            self._known.remove(Known.of_names(save.names))
+        for save_id, save in (*self.waiting.items(), *self.copied):
+            self._void(save_id, save)
         self.forget_left()
 
-    def flush(self) -> None:
+    def _void(self, save_id: int, save: Save) -> None:
+        """The daemon gets the slots back, but no block."""
+        save.dropped = True
+        self._known.remove(Known.of_names(save.names))
+        if self._events is not None:
+            self._events.saving.pop(save_id, None)
+
+    def flush(self, session: SchedulerSession) -> None:
         """Report saves that all ranks copied; if the ring is full, the rest in the next step. Raises SegmentCorrupt."""
         while self.copied:
             save_id, save = self.copied[0]
-            dropped = save.dropped or save.reset_generation < self._generation
-            names = [] if dropped else save.names
-            record = encode_saved(Saved(save_id, save.reset_generation, dropped, save.slots, names))
-            if not save.session.producer.push(RecordKind.SAVED, record):
+            names = [] if save.dropped else save.names
+            record = encode_saved(Saved(save_id, save.reset_generation, save.dropped, save.slots, names))
+            if not session.producer.push(RecordKind.SAVED, record):
                 return
             self.copied.popleft()
-            if dropped:
-                self._known.remove(Known.of_names(save.names))
+            if save.dropped:
                 self._counters["saves_dropped"] += len(save.slots)
-                if self._events is not None:
-                    self._events.saving.pop(save_id, None)
 
-    def forget(self, session: SchedulerSession) -> None:
+    def forget(self) -> None:
         """The epoch has ended: its slots mean nothing any more, and the next daemon may have another store."""
+        self.waiting.clear()
+        self.copied.clear()
+        self._known.clear()
         if self._events is not None:
             self._events.saving.clear()
-        self.waiting = {i: save for i, save in self.waiting.items() if save.session is not session}
-        self.copied = deque(item for item in self.copied if item[1].session is not session)
-        self._known.clear()
 
     def reset(self, generation: int) -> None:
-        """Copies made before are of the old weights: their slots go back unused."""
+        """Copies made before are of the old weights."""
         self._generation = generation
+        self.drop()
         self._known.clear()
-        self.forget_left()
         if self._events is not None:
             self._events.saving.clear()

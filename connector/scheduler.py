@@ -245,8 +245,8 @@ class SchedulerSide:
                 block_tokens = self._geometry.block_tokens
                 self.claims.send_dropped(session, lambda request: self.cache.tokens(request) // block_tokens)
                 meta.saves.extend(self.saves.plan_step(session, output, self.cache))
-            if self.saves.copied:
-                self.saves.flush()
+            if self.saves.copied and self._session is not None:
+                self.saves.flush(self._session)
         except SegmentCorrupt as error:
             self.detach(error)
         self.quiet_steps = MEASURED_STEPS if self._is_still() else 0
@@ -286,8 +286,8 @@ class SchedulerSide:
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.session is self._session:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
-            if self.saves.copied:
-                self.saves.flush()
+            if self.saves.copied and self._session is not None:
+                self.saves.flush(self._session)
         except SegmentCorrupt as error:
             self.detach(error)
         if not self._is_still():
@@ -379,10 +379,9 @@ class SchedulerSide:
 
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
-        old, self._session = self._session, session
+        self._session = session
         self.quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
         for state in self.requests.values():
             state.drop()
         self.answered.clear()
-        if old is not None:
-            self.saves.forget(old)
+        self.saves.forget()

@@ -240,7 +240,7 @@ def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_pa
     for specs in ([FULL], [FULL, window]):
         config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
         numbers = geometry.of_engine(config, cache)
-        assert numbers.hashes_per_block == len(specs)
+        assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
         said = hellos.of_scheduler(config, numbers, upstream_keys=False).scheduler
         assert said is not None
         start, probe = bytes.fromhex(said.hash_start), bytes.fromhex(said.hash_probe)
