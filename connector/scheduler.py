@@ -128,7 +128,7 @@ class SchedulerSide:
                     and self.link.session is self._session
                     and self.claims.waits_behind(state, num_computed_tokens)
                 ):
-                    self._waits.go_on(state)
+                    self._waits.deferred(state, state.deferred_ns)
                     return PENDING
                 self.counters["wait_ns"] += state.resume(self._now_ns())
             if state.preemptions != request.num_preemptions:

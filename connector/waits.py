@@ -34,23 +34,12 @@ class Waits:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._pass = 0
-        self._before: list[RequestState] = []  # deferred in the pass before
-        self._now: list[RequestState] = []  # and in this one
-
-    @property
-    def open(self) -> bool:
-        """Whether the end of a pass may end a wait."""
-        return bool(self._now or self._before)
+        self.open: dict[str, RequestState] = {}  # deferred in this pass or the one before
 
     def deferred(self, state: RequestState, now_ns: int) -> None:
-        """The request was answered None: it has to wait."""
+        """The request is answered None: it waits, since `now_ns`."""
         self._counters["waits"] += state.defer(now_ns, self._pass)
-        self._now.append(state)
-
-    def go_on(self, state: RequestState) -> None:
-        """A deferred request is asked about again and goes on waiting: its wait is charged when it ends."""
-        state.defer(state.deferred_ns, self._pass)
-        self._now.append(state)
+        self.open[state.request.request_id] = state
 
     def over(self, state: RequestState, now_ns: int) -> None:
         """The request is asked about again, or ended: the cost of its last None is known."""
@@ -58,8 +47,7 @@ class Waits:
 
     def pass_ended(self, now_ns: int) -> None:
         """Requests deferred in the pass before and not visited in this one no longer wait for us."""
-        for state in self._before:
-            if state.deferred_in != self._pass:
-                self.over(state, now_ns)
-        self._before, self._now = self._now, []
+        for state in [state for state in self.open.values() if state.deferred_in != self._pass]:
+            del self.open[state.request.request_id]
+            self.over(state, now_ns)
         self._pass += 1
