@@ -261,7 +261,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         side = self.scheduler_side or self.worker_side
         if side is None or (side is self.scheduler_side and not self.scheduler_side.step_ended()):
             return None
-        return side.tally.take()
+        return side.counters.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPrefetchStats:

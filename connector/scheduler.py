@@ -13,7 +13,6 @@ Rules that keep the engine's contract:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +56,7 @@ class SchedulerSide:
     ) -> None:
         clock = clock or SystemClock()
         self.cache = LocalCache()
-        self.counters: Counter[str] = Counter()
-        self.tally = Tally(self.counters)
+        self.counters = Tally()
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # requests that hold a place
         self._unfilled: set[str] = set()  # requests that may have blocks which a failed load left unfilled

@@ -6,6 +6,7 @@ sum to its logger (`to_dict`, `build_kv_connector_stats`), prints it (`reduce`),
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -68,25 +69,20 @@ class KVPrefetchStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class Tally:
+class Tally(Counter[str]):
     """Growing counts, and their values in the last report. Times are counted in ns and reported in seconds."""
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
-        self._counts = counts
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        super().__init__(counts)
         self._reported: dict[str, int] = {}
 
     def take(self) -> KVPrefetchStats | None:
         """Return the counts since the last call; None when there are none."""
-        reported = self._reported
+        before, self._reported = self._reported, dict(self)
         fresh: dict[str, float] = {}
-        for name, value in self._counts.items():
-            if value == (before := reported.get(name, 0)):
-                continue
-            reported[name] = value
-            if name.endswith("_ns"):
-                fresh[f"{name[:-3]}_seconds"] = (value - before) / 1e9
-            else:
-                fresh[name] = value - before
+        for name, value in self.items():
+            if added := value - before.get(name, 0):
+                fresh.update({f"{name[:-3]}_seconds": added / 1e9} if name.endswith("_ns") else {name: added})
         return KVPrefetchStats(fresh) if fresh else None
 
 

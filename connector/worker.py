@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +23,15 @@ log = logging.getLogger("vllm.kvprefetch.worker")
 
 @dataclass
 class _Batch:
-    """Copies that are done when `fence` says so (None: already); until then their memory stays mapped."""
+    """Copies that are done when `fence` says so (None: already); until then their memory stays mapped.
 
-    fence: Any
-    copies: list[Copy] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    saves: list[int] = field(default_factory=list)
-    failed_saves: list[int] = field(default_factory=list)
-    failed_loads: list[int] = field(default_factory=list)
+    `report` and `received` are told then.
+    """
+
+    report: KVPrefetchWorkerMeta
     received: list[str] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    fence: Any = None
 
 
 class WorkerSide:
@@ -48,8 +47,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = KVPrefetchWorkerMeta()
-        self.counters: Counter[str] = Counter()
-        self.tally = Tally(self.counters)
+        self.counters = Tally()
 
     def step_begins(self, meta: KVPrefetchMetadata) -> None:
         """Nothing of this step is queued on the compute stream yet."""
@@ -65,7 +63,7 @@ class WorkerSide:
                 self._load(chosen, asynchronous)
 
     def _load(self, orders: list[LoadOrder], asynchronous: bool) -> None:
-        batch = _Batch(None, loads=[order.load_id for order in orders])
+        batch = _Batch(KVPrefetchWorkerMeta(loads=dict.fromkeys([order.load_id for order in orders], 1)))
         if asynchronous:
             batch.received = [order.request_id for order in orders]
         begun = time.perf_counter_ns()
@@ -97,7 +95,7 @@ class WorkerSide:
             self._failed_blocks.update(order.block_ids)
         else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous
             self._failed_requests.add(order.request_id)
-        batch.failed_loads.append(order.load_id)
+        batch.report.failed_loads.add(order.load_id)
 
     def _count_loads(self, copies: list[Copy]) -> None:
         for session, slots, _ in copies:
@@ -111,13 +109,13 @@ class WorkerSide:
         orders, meta.saves = meta.saves, []
         if not orders:
             return
-        batch = _Batch(None, saves=[order.save_id for order in orders])
+        batch = _Batch(KVPrefetchWorkerMeta(saves=dict.fromkeys([order.save_id for order in orders], 1)))
         begun = time.perf_counter_ns()
         for order in orders:
             try:
                 session = self.link.mapped(order.epoch)
                 if session is None:
-                    batch.failed_saves.append(order.save_id)
+                    batch.report.failed_saves.add(order.save_id)
                     continue
                 mine = [i for i, slot in enumerate(order.slots) if self.keys.saves(slot)]
                 slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
@@ -127,14 +125,14 @@ class WorkerSide:
             except Exception as error:
                 # Reported, so that the bytes in the slots are never put.
                 log.error("kvprefetch: save failed: blocks=%d: %s", len(order.block_ids), error)
-                batch.failed_saves.append(order.save_id)
+                batch.report.failed_saves.add(order.save_id)
         try:
             if batch.copies:
                 batch.fence = self.copies.run(batch.copies, save=True)
                 self.counters["save_bytes"] += sum(len(copy.slots) for copy in batch.copies) * self.paged.block_bytes
         except Exception as error:
             log.error("kvprefetch: saves failed: saves=%d: %s", len(orders), error)
-            batch.failed_saves = list(batch.saves)
+            batch.report.failed_saves.update(batch.report.saves)
         self.counters["save_ns"] += time.perf_counter_ns() - begun
         self._running.append(batch)
 
@@ -166,8 +164,5 @@ class WorkerSide:
             if batch.fence is not None and not batch.fence.query():
                 self._running.append(batch)
                 continue
-            self._report.loads.update(dict.fromkeys(batch.loads, 1))
-            self._report.saves.update(dict.fromkeys(batch.saves, 1))
-            self._report.failed_saves.update(batch.failed_saves)
-            self._report.failed_loads.update(batch.failed_loads)
+            self._report = self._report.aggregate(batch.report)
             self._received.update(batch.received)

@@ -33,11 +33,10 @@ def transfer(multiple: bool) -> KVTransferConfig:
 
 
 def test_a_tally_reports_what_was_counted_since() -> None:
-    counts = {"loads": 2, "wait_ns": 1_500_000_000}
-    tally = Tally(counts)
+    tally = Tally({"loads": 2, "wait_ns": 1_500_000_000})
     assert (tally.take() or KVPrefetchStats()).data == {"loads": 2, "wait_seconds": 1.5}
     assert tally.take() is None
-    counts["loads"] += 3
+    tally["loads"] += 3
     assert (tally.take() or KVPrefetchStats()).data == {"loads": 3}
 
 

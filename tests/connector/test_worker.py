@@ -90,15 +90,15 @@ def test_bytes_are_counted_and_those_that_came_from_device_memory() -> None:
     session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=None)
     worker.load(KVPrefetchMetadata(loads=[load()]))
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
-    counted = (worker.tally.take() or KVPrefetchStats()).data
+    counted = (worker.counters.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["save_bytes"]) == (32, 16)
     copies: Any = SimpleNamespace(run=lambda copies, **_: None)
     worker.copies, session.device_cache = copies, SimpleNamespace(slots=2)
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
-    counted = (worker.tally.take() or KVPrefetchStats()).data
+    counted = (worker.counters.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)
     assert 0 < counted["load_seconds"] < 60
-    assert worker.tally.take() is None
+    assert worker.counters.take() is None
 
 
 def test_metadata_shown_twice_is_done_once() -> None:

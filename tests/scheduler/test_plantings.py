@@ -99,9 +99,9 @@ def test_a_save_put_before_its_copy_is_done_is_found(site: Site, monkeypatch: py
 
     def hasty(self: WorkerSide, meta: Any) -> None:
         original(self, meta)
-        if self._running and self._running[-1].saves:
-            self._running[-1].saves, saves_ = [], self._running[-1].saves
-            self._report.saves.update(dict.fromkeys(saves_, 1))
+        for batch in self._running:
+            self._report.saves.update(batch.report.saves)
+            batch.report.saves.clear()
 
     monkeypatch.setattr(WorkerSide, "save", hasty)
     finds(site, "stored value is wrong", queue=2)
