@@ -94,18 +94,6 @@ USED: Mapping[str, str] = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import vLLM's own when one asks for it: `doctor` imports this module without vLLM."""
-    if name != "CacheHitSource":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:  # 0.31, which never asks for them
-        CacheHitSource = None
-    globals()[name] = CacheHitSource
-    return CacheHitSource
-
-
 def ray_reports_all_stages() -> bool:
     """Whether Ray's executor gives the reports of every pipeline stage: vLLM 0.33 dropped the one that does not."""
     from vllm import envs

@@ -226,7 +226,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Memory or disk, as the daemon found it; unspecified where the daemon does not ask the store."""
-        kinds = compat.CacheHitSource
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource as kinds  # not in 0.31, which never asks
+
         disk = self.scheduler_side.disk_tokens(request) if self.scheduler_side is not None else None
         if disk is None:
             return {kinds.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
