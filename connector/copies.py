@@ -8,8 +8,9 @@ the compute stream's work up to the begin of the step: earlier steps may still u
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -163,16 +164,11 @@ class CudaCopies:
             self.launcher.launch(slots[start:stop], block_ids[start:stop], stream.cuda_stream, gather=save, most=most)
 
 
-def _by_session(copies: Sequence[Copy]) -> Iterable[Copy]:
+def _by_session(copies: Sequence[Copy]) -> Iterator[Copy]:
     """Join the copies of each session; nearly always there is one session."""
-    if len(copies) == 1:
-        return copies
-    joined: dict[int, tuple[WorkerSession, list[int], list[int]]] = {}
-    for session, slots, block_ids in copies:
-        _, all_slots, all_blocks = joined.setdefault(session.epoch, (session, [], []))
-        all_slots.extend(slots)
-        all_blocks.extend(block_ids)
-    return [Copy(*one) for one in joined.values()]
+    for session in {copy.session.epoch: copy.session for copy in copies}.values():
+        mine = [copy for copy in copies if copy.session is session]
+        yield Copy(session, [*chain(*(one.slots for one in mine))], [*chain(*(one.block_ids for one in mine))])
 
 
 def for_cache(paged: PagedCache) -> tuple[Copies, Device | None]:

@@ -51,7 +51,12 @@ class DeviceCache:
         self._thread = threading.Thread(target=self._run, args=(attached, slab), name="kvprefetch-pin", daemon=True)
         self._thread.start()
         if slab is not None and not self._settled.wait(TIMEOUT_S):
-            self._give_up()
+            with self._lock:
+                if not self._settled.is_set():
+                    self._settled.set()
+                    self._warned = True
+                    text = "kvprefetch: no staging in device memory: the GPU does not answer: uuid=%s timeout_s=%g"
+                    log.warning(text, device.uuid, TIMEOUT_S)
 
     @property
     def address(self) -> int:
@@ -66,14 +71,6 @@ class DeviceCache:
                 self._warned = True
                 text = "kvprefetch: %s; staging stays as it is: device_slots=%d pinned_slots=%d slots=%d"
                 log.warning(text, str(error), self.slots, self.pinned, len(self._rows))
-
-    def _give_up(self) -> None:
-        with self._lock:
-            if not self._settled.is_set():
-                self._settled.set()
-                self._warned = True
-                text = "kvprefetch: no staging in device memory: the GPU does not answer: uuid=%s timeout_s=%g"
-                log.warning(text, self._device.uuid, TIMEOUT_S)
 
     def end(self) -> None:
         """Let the thread give everything back; returns at once."""

@@ -6,6 +6,7 @@ logged, once per kind, and means for the engine that there is no daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -89,7 +90,7 @@ class Link(Generic[S]):
         """End the connection and the thread; waits at most a second."""
         self._stop.set()
         self._hang_up()
-        if self.running and self._thread is not threading.current_thread():
+        if self.running:
             self._thread.join(1.0)
 
     def detach(self, session: S | None, reason: str) -> None:
@@ -250,12 +251,9 @@ class Link(Generic[S]):
             self._segments = [segment for segment in self._segments if not segment.close()]
 
     def _hang_up(self) -> None:
-        sock = self._sock
-        if sock is not None:
-            try:
+        if (sock := self._sock) is not None:
+            with contextlib.suppress(OSError):  # it ended by itself
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it ended by itself
 
     def _log_no_session(self, why: str) -> None:
         """Log once that a daemon is there but does not attach this engine."""

@@ -140,7 +140,7 @@ class WaitPolicy:
         if wait.policy != "adaptive" or not wait.counts:
             return Verdict.WAIT
         missing = max(0, limit - ready)
-        most = SILENCE * self._steps.prefill_ns(missing * self._block_tokens) / (1.0 - load)
+        most = SILENCE * self.cost_ns(missing, load)
         visit = self._steps.decode_ns if load else IDLE_VISIT_NS
         if now_ns - wait.progress_ns > STOP_FACTOR * most or (most < visit and not wait.stopped):
             return Verdict.TAKE
