@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,19 +36,6 @@ class Copy(NamedTuple):
     session: WorkerSession
     slots: Sequence[int]
     block_ids: Sequence[int]
-
-
-class Copies(Protocol):
-    """Does the copies of a step."""
-
-    def mark(self) -> None:
-        """A step with asynchronous loads begins."""
-
-    def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
-        """Start copies. Return a fence with a `query()` that is true once they are done; None when they are.
-
-        After an error any of them may be undone, and none goes on.
-        """
 
 
 def checked(
@@ -76,9 +63,13 @@ class PlainCopies:
         self._paged = paged
 
     def mark(self) -> None:
-        pass
+        """A step with asynchronous loads begins."""
 
     def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
+        """Start copies. Return a fence with a `query()` that is true once they are done; None when they are.
+
+        After an error any of them may be undone, and none goes on.
+        """
         for session, slots, block_ids in copies:
             copy = self._paged.save if save else self._paged.load
             copy(session.rows, slots, block_ids)
@@ -108,7 +99,7 @@ class TorchStreams:
         return torch.from_numpy(data).to(self._device)
 
 
-class CudaCopies:
+class CudaCopies(PlainCopies):
     """By the copy kernel: a launch for up to STEP_BLOCKS of a step's loads or saves. Torch copies what is not pinned.
 
     Nothing is allocated after construction, and nothing is waited for.
@@ -116,8 +107,9 @@ class CudaCopies:
 
     def __init__(self, paged: PagedCache, device: Device, streams: TorchStreams) -> None:
         """Compile the kernel or find it compiled. Raises DeviceError, and ValueError for blocks it cannot copy."""
+        super().__init__(paged)
         pieces, units = cuda_copy.piece_table(paged.pieces)
-        self._paged, self._streams = paged, streams
+        self._streams = streams
         self._pieces = streams.on_device(pieces.view(np.uint8))
         stream = streams.current().cuda_stream
         self.launcher = Launcher(device, self._pieces.data_ptr(), units, paged.block_bytes, stream)
@@ -171,7 +163,7 @@ def _by_session(copies: Sequence[Copy]) -> Iterator[Copy]:
         yield Copy(session, [*chain(*(one.slots for one in mine))], [*chain(*(one.block_ids for one in mine))])
 
 
-def for_cache(paged: PagedCache) -> tuple[Copies, Device | None]:
+def for_cache(paged: PagedCache) -> tuple[PlainCopies, Device | None]:
     """Choose how to copy to and from this cache, and the device for device slots; None: host slots only."""
     if paged.device.type != "cuda":
         return PlainCopies(paged), None

@@ -147,22 +147,19 @@ class Launcher:
         self._units, self._processors = units, device.processors
         self.kernel = device.kernel(SOURCE, KERNEL)
         self._step = np.zeros(1, STEP)
-        self._fields = {name: self._step[name][0:1] for name in ("host", "device", "host_slots", "count", "gather")}
-        self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
         self._step["pieces"], self._step["units"], self._step["slot_bytes"] = pieces, units, slot_bytes
         self.kernel.launch(1, THREADS, self._step, stream)
 
     def set_addresses(self, host: int, host_slots: int, device: int) -> None:
         """Set where host and device slots lie from now on."""
-        fields = self._fields
-        fields["host"][0], fields["host_slots"][0], fields["device"][0] = host, host_slots, device
+        self._step["host"], self._step["host_slots"], self._step["device"] = host, host_slots, device
 
     def launch(
         self, slots: Sequence[int], block_ids: Sequence[int], stream: int, *, gather: bool, most: int | None = None
     ) -> None:
         """Queue the copies of up to STEP_BLOCKS pairs, by up to `most` blocks of threads. Raises DeviceError."""
         count = len(slots)
-        self._slots[:count], self._blocks[:count] = slots, block_ids
-        self._fields["count"][0], self._fields["gather"][0] = count, gather
+        self._step["slots"][0, :count], self._step["blocks"][0, :count] = slots, block_ids
+        self._step["count"], self._step["gather"] = count, gather
         grid = grid_for(self._units, count, self._processors)
         self.kernel.launch(grid if most is None else min(grid, most), THREADS, self._step, stream)

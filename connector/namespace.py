@@ -30,10 +30,6 @@ class RankKeys:
     replicas: int
     replica_index: int
 
-    def of(self, fingerprint: str) -> tuple[str, ...]:
-        """Return the prefixes of keys that only engines with this fingerprint (hex digits) have."""
-        return tuple(with_fingerprint(prefix, fingerprint) for prefix in self.prefixes)
-
     def saves(self, slot: int) -> bool:
         """Whether this rank copies the block that goes through this slot."""
         return slot % self.replicas == self.replica_index
@@ -98,11 +94,13 @@ def fingerprinted(
     `running` returns the rank's part of the fingerprint.  On an error in it or in the rest, the namespace belongs to
     this engine start alone: `start` (32 hex digits) is the same on all its ranks.
     """
+    found, digits, unknown = dict[str, str](), start, ""
     try:
         found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config)})
-        return Namespace(keys.of(fingerprint.digest(found)), found)
+        digits = fingerprint.digest(found)
     except Exception as error:
-        return Namespace(keys.of(start), {}, " ".join(f"{type(error).__name__}: {error}".split())[:400])
+        unknown = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return Namespace(tuple(with_fingerprint(prefix, digits) for prefix in keys.prefixes), found, unknown)
 
 
 def log_sharing(where: Namespace, *, first_rank: bool) -> None:

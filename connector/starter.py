@@ -42,8 +42,10 @@ class Starter:
     def __init__(self, options: Mapping[str, Any], socket: str) -> None:
         """Have the daemon's own command check the options, for half a second. Raises ValueError, in one line."""
         self._path, self._again_s = socket, time.monotonic()
-        self._options = [f"--{key.replace('_', '-')}={_text(value)}" for key, value in options.items()]
-        self._options.append(f"--socket={socket}")
+        self._options = list[str]()
+        for key, value in {**options, "socket": socket}.items():
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            self._options.append(f"--{key.replace('_', '-')}={text}")
         defaults = {f"KVPREFETCHD_{key}": value for key, value in _DEFAULTS.items()}
         self._environ = {**defaults, **{key: os.environ[key] for key in os.environ.keys() - _NOT_INHERITED}}
         self._reader: threading.Thread | None = None  # it lives as long as the daemon
@@ -105,11 +107,6 @@ class Starter:
                     if event != "daemon.failed":  # its last words say the same
                         log.log(level, "kvprefetchd: %s", line)
         self._said, self._ended_s = said, time.monotonic()
-
-
-def _text(value: object) -> str:
-    """Return the text of a value on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _line(raw: bytes) -> str:

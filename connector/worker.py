@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..kv.groups import Groups
-from .copies import Copies, Copy, checked
+from .copies import Copy, PlainCopies, checked
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
 from .namespace import RankKeys
@@ -38,7 +38,7 @@ class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only."""
 
     def __init__(
-        self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: Copies, groups: Groups
+        self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
     ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
         self._one_group = len(groups) == 1

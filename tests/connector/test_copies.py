@@ -16,7 +16,7 @@ import torch
 
 from kvprefetch.connector import copies as copying
 from kvprefetch.connector import cuda_copy
-from kvprefetch.connector.copies import Copies, CudaCopies, PlainCopies, checked
+from kvprefetch.connector.copies import CudaCopies, PlainCopies, checked
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
@@ -75,7 +75,7 @@ class World:
         copies.launcher.kernel = Recorded(copies.launcher.kernel)  # type: ignore[assignment]
         return copies
 
-    def run(self, copies: Copies, *orders: Any, **options: Any) -> None:
+    def run(self, copies: PlainCopies, *orders: Any, **options: Any) -> None:
         """Run the copies of a step, and wait for them."""
         fence = copies.run(orders, **options)
         if fence is not None:
