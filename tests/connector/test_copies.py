@@ -169,33 +169,6 @@ def test_orders_of_two_epochs_are_two_launches(make: Callable[..., World]) -> No
         assert (world.value(block + 1) == one.all[HOST + 1]).all()
 
 
-@pytest.mark.parametrize(("count", "launches"), [(7, 1), (8, 2), (30, 5), (64, 10)])
-def test_a_launch_takes_what_its_argument_holds(
-    world: World, monkeypatch: pytest.MonkeyPatch, count: int, launches: int
-) -> None:
-    monkeypatch.setattr(cuda_copy, "STEP_BLOCKS", 7)
-    copies, slots = world.copies(), [n % (HOST + DEVICE) for n in range(count)]
-    world.run(copies, checked(world.paged, world.session, slots, range(count)))
-    assert all((world.value(n) == world.all[slot]).all() for n, slot in enumerate(slots))
-    assert world.launches(copies) == launches
-
-
-def test_nothing_is_left_to_be_loaded_at_the_first_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is launched when it is made, with nothing to do."""
-    before, kernels = world.value(0), list[Recorded]()
-    make = world.device.kernel
-
-    def kernel(source: str, name: str) -> Any:
-        kernels.append(Recorded(make(source, name)))
-        return kernels[-1]
-
-    monkeypatch.setattr(world.device, "kernel", kernel)
-    world.copies()
-    assert [each.grids for each in kernels] == [[1]]
-    world.streams.synchronize()
-    assert (world.value(0) == before).all()
-
-
 def test_what_reads_host_memory_beside_a_forward_leaves_it_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copy, "BESIDE_BLOCKS", 3)
     world.device.processors = 100
@@ -251,21 +224,13 @@ def test_what_lies_outside_is_refused_before_anything_is_copied(
         checked(world.paged, world.session, slots, blocks, save=save)
 
 
-def test_slots_of_another_size_are_refused(world: World) -> None:
-    session: Any = SimpleNamespace(rows=world.rows[:, :-1], device_cache=None)
-    with pytest.raises(ValueError, match="slot size differs"):
-        checked(world.paged, session, [0], [0])
-
-
-def test_without_a_device_cache_there_are_no_device_slots(world: World) -> None:
+def test_slots_of_another_size_and_device_slots_without_a_device_cache_are_refused(world: World) -> None:
     session: Any = SimpleNamespace(rows=world.rows, device_cache=None)
     with pytest.raises(IndexError):
         checked(world.paged, session, [HOST], [0])
-
-
-def test_a_cpu_has_no_device(world: World) -> None:
-    copies, device = copying.for_cache(world.paged)
-    assert (type(copies), device) == (PlainCopies, None)
+    session.rows = world.rows[:, :-1]
+    with pytest.raises(ValueError, match="slot size differs"):
+        checked(world.paged, session, [0], [0])
 
 
 def test_a_device_that_cannot_be_used_is_done_without(world: World, caplog: pytest.LogCaptureFixture) -> None:

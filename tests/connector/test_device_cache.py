@@ -77,12 +77,6 @@ def session(device: Device | None, *slab: int) -> WorkerSession:
     return WorkerSession.map(attached(device_slots=DEVICE_SLOTS * len(slab)), fds, device)
 
 
-def test_without_a_gpu_there_is_no_device_cache() -> None:
-    made = session(None)
-    assert made.device_cache is None
-    assert made.mapped() == Mapped(epoch=3)
-
-
 def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_let_go(slab: Callable[[], int]) -> None:
     before = len(descriptors_of(os.getpid()))
     assert session(None, slab()).mapped() == Mapped(epoch=3)
@@ -126,18 +120,6 @@ def test_slots_are_pinned_piece_by_piece(device: Device, monkeypatch: pytest.Mon
     assert cache[0].join(10)
     assert seen == [0, 2, 4, 6, 8]
     assert cache[0].pinned == 10
-
-
-def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
-    device: Device, gpus: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpus.plant("cuMemHostRegister_v2", OUT_OF_MEMORY)
-    with caplog.at_level(logging.WARNING):
-        made = session(device)
-        eventually(lambda: bool(caplog.records))
-    assert "cannot pin staging: pinned_slots=0 slots=5: hostRegister: CUDARuntimeError" in caplog.text
-    assert made.device_cache is not None
-    assert made.device_cache.pinned == 0
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,6 @@ def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
     assert list(engine.hooks.take_events()) == []
 
 
-def test_without_kv_events_nothing_is_prepared() -> None:
-    engine = Engine(credits=[7])
-    save_id = saved(engine, 1)
-    engine.link.stored.append(Stored(save_id=save_id, memory=[7]))
-    assert list(engine.hooks.take_events()) == []
-
-
 def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3) -> Any:
     """A request with a just dispatched load of blocks [local, blocks)."""
     request = engine.add("hit", blocks * BLOCK + 1, local=local * BLOCK)

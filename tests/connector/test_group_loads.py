@@ -53,16 +53,6 @@ def test_a_hint_carries_every_digest_and_pages_for_what_a_prefix_may_need() -> N
     assert bytes(hint.hashes) == b"".join(request.block_hashes[:12])
 
 
-def test_a_load_names_each_groups_blocks_and_the_slots_that_hold_them() -> None:
-    engine = make_engine()
-    request = engine.add("r", 6 * BLOCK + 5, local=BLOCK)
-    assert engine.match(request) == PENDING
-    slots = stage(engine, "r", 6)
-    assert engine.match(request) == (5 * BLOCK, True), "asynchronous: no other load can be taken back"
-    order = allocated(engine, request, 5 * BLOCK)
-    assert (list(order.block_ids), list(order.slots)) == ([14, 15, 22, 23, 24, 25, 26], slots)
-
-
 @pytest.mark.parametrize(
     "tables",
     [
@@ -97,23 +87,6 @@ def test_part_of_an_answer_cannot_be_loaded() -> None:
     assert list(order.block_ids) == []
 
 
-def test_each_groups_block_is_saved_once_under_its_own_name() -> None:
-    """Of the window only the last blocks before a later request goes on."""
-    engine = make_engine(credits=range(20), retention=0)
-    request = engine.admitted("r", 6 * BLOCK + 5)
-    meta = engine.step([(request, 6 * BLOCK + 5)], tables=(ALL, FULL))
-    (order,) = meta.saves
-    assert sorted(order.block_ids) == [15, 16, 21, 22, 23, 24, 25, 26]
-    engine.acknowledge(meta)
-    engine.daemon.drain()
-    digests = request.block_hashes
-    wanted = [digests[i] + b"\1" for i in range(6)] + [digests[i] + b"\0" for i in (4, 5)]
-    (saved,) = engine.daemon.saved
-    assert sorted(saved.names) == sorted(wanted)
-    named = {15: b"\0", 16: b"\0"}
-    assert all(name[-1:] == named.get(block, b"\1") for name, block in zip(saved.names, order.block_ids, strict=True))
-
-
 def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
     """vLLM gives them up some tokens later; the others stay until the request ends."""
     engine = make_engine(credits=range(3), retention=0)
@@ -145,18 +118,3 @@ def test_a_finished_requests_blocks_of_both_groups_are_saved_from_the_engines_ca
     engine.daemon.credits.grant(list(range(9)))
     meta = engine.step()
     assert sorted(block for save in meta.saves for block in save.block_ids) == [11, 21, 22]
-
-
-def test_a_look_up_says_what_is_stored_of_each_group() -> None:
-    """Of the found prefix the blocks that it needs, of what lies behind it nothing."""
-    engine = make_engine(credits=range(20), retention=0)
-    request = engine.add("r", 6 * BLOCK + 5)
-    stage(engine, "r", 4)
-    assert engine.match(request) == (4 * BLOCK, True)
-    windows = [0, 0, 13, 14, 15, 16, 17]
-    engine.side.allocated(request, Blocks(windows, FULL), 4 * BLOCK)
-    engine.acknowledge(engine.side.take_loads())
-    engine.side.allocated(request, Blocks(windows, FULL), 0)
-    request.num_computed_tokens = 4 * BLOCK
-    meta = engine.step([(request, 2 * BLOCK + 5)], tables=(windows, FULL))
-    assert sorted(block for save in meta.saves for block in save.block_ids) == [15, 16, 25, 26]

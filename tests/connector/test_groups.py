@@ -63,13 +63,6 @@ def test_groups_get_the_rules_of_their_layers(specs: tuple[Any, ...], rules: tup
     assert groups.of_engine(cache(*specs), 32, drafts=False) == Groups(rules, 32)
 
 
-def test_blocks_may_differ_in_size() -> None:
-    wide = dataclasses.replace(WINDOW, block_size=64)
-    found = groups.of_engine(cache(FULL, wide), 32, drafts=False)
-    assert found is not None
-    assert found.unit_tokens == 64
-
-
 @pytest.mark.parametrize(
     ("words", "specs"),
     [
@@ -154,13 +147,6 @@ def test_where_rows_are_the_inner_dimension_written_bytes_stand_between_those_of
     shapes = mamba2(DRAFTS)
     assert shapes[0] == (1280, 5)
     assert states("MAMBA2", shapes, (BF16, FP32), drafts=DRAFTS)[1] == [0, ROWS + DRAFTED + TEMPORAL]
-
-
-def test_parts_of_a_state_that_vllm_does_not_copy_may_be_unwritten() -> None:
-    """The rings of ReplaySSM; its specification names no blocks for drafts, yet the convolution has their rows."""
-    shapes = (*mamba2(DRAFTS), (8, 16, 64), (8, 16), (1, 16, 128))
-    found = states("MAMBA2", shapes, (BF16, FP32, BF16, FP32, BF16), drafts=DRAFTS)[1]
-    assert found == [0, ROWS, ROWS + DRAFTED, ROWS + DRAFTED + TEMPORAL]
 
 
 @pytest.mark.parametrize("ring", [False, True])

@@ -116,15 +116,6 @@ def test_dropped_hints_are_counted_and_made_up_for() -> None:
     assert engine.daemon.unreturned() == [], "a full ring loses nudges, never releases"
 
 
-def test_without_flags_a_request_waits_no_longer_than_its_deadline() -> None:
-    engine = Engine(flags=1, wait_timeout_ms=100)
-    engine.add("first", 3 * BLOCK)
-    second = engine.add("second", 3 * BLOCK)
-    assert engine.match(second) == PENDING
-    engine.clock.advance_ms(101)
-    assert engine.match(second) == NOTHING
-
-
 def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_asks() -> None:
     """Oldest first, with what is local by then, and not for requests that ended or that became all local."""
     engine = Engine(ring=4096)
