@@ -252,7 +252,6 @@ def _plain(value: Any) -> object:
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        defaults = {each.name: each.default for each in dataclasses.fields(value)}
-        return {name: given for name, given in fields.items() if given != defaults[name]}
+        fields = dataclasses.fields(value)
+        return {each.name: given for each in fields if (given := getattr(value, each.name)) != each.default}
     raise TypeError(f"cannot be compared: type={type(value).__name__}")

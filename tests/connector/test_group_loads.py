@@ -93,28 +93,3 @@ def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
     request = engine.admitted("r", 6 * BLOCK + 5)
     meta = engine.step([(request, 6 * BLOCK + 5)], tables=(ALL, FULL))
     assert [block for save in meta.saves for block in save.block_ids] == [15, 16, 21]
-
-
-def test_without_enough_slots_the_blocks_of_the_rest_are_saved_later() -> None:
-    engine = make_engine(credits=range(3), retention=0)
-    request = engine.admitted("r", 6 * BLOCK + 5)
-    found: list[int] = []
-    for step, tokens in enumerate((6 * BLOCK + 4, 1, 0, 0)):
-        meta = engine.step([(request, tokens)], tables=(ALL, FULL))
-        found += [block for save in meta.saves for block in save.block_ids]
-        engine.daemon.credits.grant(list(range(3 * step + 3, 3 * step + 6)))
-    assert sorted(found) == [15, 16, 21, 22, 23, 24, 25, 26]
-    assert len(set(found)) == len(found)
-
-
-def test_a_finished_requests_blocks_of_both_groups_are_saved_from_the_engines_cache() -> None:
-    engine = make_engine(retention=0)
-    request = engine.admitted("r", 2 * BLOCK + 5)
-    engine.step([(request, 2 * BLOCK + 5)], tables=([11, 12, 13], [21, 22, 23]))
-    names = {11: b"\0", 12: b"\0", 21: b"\1", 22: b"\1"}
-    engine.cache.names = {block: request.block_hashes[block % 10 - 1] + group for block, group in names.items()}
-    del engine.cache.names[12]  # given to another request meanwhile
-    engine.side.finished(request, ([11, 12, 13], [21, 22, 23]))
-    engine.daemon.credits.grant(list(range(9)))
-    meta = engine.step()
-    assert sorted(block for save in meta.saves for block in save.block_ids) == [11, 21, 22]
