@@ -328,12 +328,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.has_connector_metadata():
             self.wait_for_save()
 
+    @guarded(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step_begins()
-
-    @guarded(None)
-    def _step_begins(self) -> None:
         if self.worker_side is not None:
             self.worker_side.step_begins(self._metadata())
 

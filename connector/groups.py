@@ -34,12 +34,6 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
     rules = tuple(_group(each.kv_cache_spec, drafts=each.kv_cache_spec in flagged) for each in groups)
     found = Groups(rules, hash_tokens)
     found.check()
-    _check_states(found)
-    return found
-
-
-def _check_states(found: Groups) -> None:
-    """Raise ValueError for states whose prefixes vLLM's own cache counts otherwise than our rules."""
     for number, group in enumerate(found.groups):
         # vLLM then also counts a prefix that ends inside a block, by a copy of that block.
         if group.kind is Kind.STATE and group.block_tokens > found.hash_tokens:
@@ -48,6 +42,7 @@ def _check_states(found: Groups) -> None:
                 f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset; "
                 "other groups' blocks must be multiples of it)"
             )
+    return found
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:

@@ -75,23 +75,18 @@ class PagedCache:
         raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(base)
         self._on_host = self.device.type == "cpu"
         memory = raw.numpy() if self._on_host else raw
-        self._pieces: list[tuple[Any, int, Piece]] = []
-        offset = 0
-        for piece in _pieces(segments):
+        self.pieces, self._views = _pieces(segments), list[Any]()
+        for piece in self.pieces:
             start = piece.address - base.data_ptr()
             if start + (num_blocks - 1) * piece.stride + (piece.segments - 1) * piece.distance + piece.length > len(
                 raw
             ):
                 raise LayoutUnsupported(f"blocks run past the allocation: num_blocks={num_blocks} bytes={len(raw)}")
             shape, strides = (num_blocks, piece.segments, piece.length), (piece.stride, piece.distance, 1)
-            view: Any
             if self._on_host:
-                view = np.lib.stride_tricks.as_strided(memory[start:], shape, strides)
+                self._views.append(np.lib.stride_tricks.as_strided(memory[start:], shape, strides))
             else:
-                view = raw.as_strided(shape, strides, start)
-            self._pieces.append((view, offset, piece))
-            offset += piece.segments * piece.length
-        self.pieces: list[Piece] = [piece for _, _, piece in self._pieces]
+                self._views.append(raw.as_strided(shape, strides, start))
 
     def load(self, rows: Rows, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy rows[slots[i]] into block block_ids[i]. On a device the copies are queued on the current stream."""
@@ -119,10 +114,10 @@ class PagedCache:
         return event
 
     def _pairs(self, rows: Rows) -> list[tuple[Any, Any]]:
-        pairs = []
-        for view, offset, piece in self._pieces:
-            part = rows[:, offset : offset + piece.segments * piece.length]
-            staged = part.reshape(len(rows), piece.segments, piece.length)
+        pairs, offset = [], 0
+        for view, piece in zip(self._views, self.pieces, strict=True):
+            start, offset = offset, offset + piece.segments * piece.length
+            staged = rows[:, start:offset].reshape(len(rows), piece.segments, piece.length)
             pairs.append((view, staged if self._on_host else torch.from_numpy(staged)))
         return pairs
 
