@@ -49,11 +49,9 @@ def fails_with(check: Callable[[], object], patch: pytest.MonkeyPatch, *planted:
 class FakeDaemon:
     """The daemon's side of one epoch: reads the ring, moves flags when the test says so."""
 
-    def __init__(
-        self, clock: Clock, *, epoch: int = 1, flags: int = 16, slots: int = 64, ring: int = 1 << 16, entries: int = 64
-    ) -> None:
+    def __init__(self, clock: Clock, *, epoch: int = 1, flags: int = 16, slots: int = 64, ring: int = 1 << 16) -> None:
         self.clock = clock
-        self.layout = Layout(epoch, ring, flags, flags, entries, 64, slots)
+        self.layout = Layout(epoch, ring, flags, flags, 64, 64, slots)
         self.segment = Segment.create(self.layout.total_bytes)
         self.layout.write(self.segment.buffer)
         self.words = Words(self.segment.buffer)
@@ -291,7 +289,7 @@ class Engine:
             return {name: options.pop(name) for name in names if name in options}
 
         self.clock = clock or Clock()
-        self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring", "entries")))
+        self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring")))
         self.daemon.credits.grant(list(credits))
         self.link = FakeLink(self.daemon.session())
         self.cache = FakeCache()

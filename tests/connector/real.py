@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import vllm.distributed
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -137,7 +137,6 @@ class Options:
     second_runner: bool = False
     role: str = "kv_both"
     policy: str = "recompute"
-    events: bool = False
     credits: Sequence[int] = ()
 
 
@@ -309,8 +308,6 @@ class RealEngine:
         base = base_config(make_checkpoint(folder, TINY), MAX_MODEL_LEN)
         config = sized(base, BLOCK, given.blocks, given.ranks, given.seqs, given.budget)
         config.kv_events_config = None
-        if given.events:
-            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         # A clock that stands still must neither be spun on nor measured with.
         mine = connectors.ours(Path("/nowhere"), role=given.role, spin_us=0, idle_wait_us=0, **settings)
         if given.multi:

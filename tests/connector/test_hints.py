@@ -159,18 +159,3 @@ def test_hints_that_found_no_room_cost_a_step_little(monkeypatch: pytest.MonkeyP
         engine.step()
         sent.append(engine.side.counters["hints_resent"])
     assert sent == [2, 4, 5]
-
-
-def test_a_preempted_request_waits_anew_and_once() -> None:
-    engine = Engine(wait_timeout_ms=100)
-    request = engine.add("r", 3 * BLOCK)
-    assert engine.match(request) == PENDING
-    engine.clock.advance_ms(100)
-    assert engine.match(request) == NOTHING
-    engine.allocate(request, 0)
-    engine.preempt(request)
-    for _ in range(2):
-        assert engine.match(request) == PENDING
-        engine.clock.advance_ms(50)
-        engine.daemon.beat()
-    assert [engine.match(request) for _ in range(2)] == [NOTHING] * 2
