@@ -130,10 +130,6 @@ def states(kind: str, shapes: Any, dtypes: Any, *, drafts: int = 0) -> list[list
     return groups.written(cache(FULL, spec), {"l0": [(0, PAGE)], "l1": [(0, PAGE)]}, PAGE, drafts=drafts)
 
 
-def test_of_a_state_its_convolution_and_itself_are_written() -> None:
-    assert states("MAMBA2", mamba2(0), (BF16, FP32)) == [[0, PAGE], [0, ROWS + TEMPORAL]]
-
-
 def test_rows_of_the_convolution_for_drafted_tokens_may_be_unwritten() -> None:
     """Three rows are left in any case, as many as vLLM copies after a step that accepted all drafts."""
     found = states("MAMBA2", mamba2(DRAFTS), (BF16, FP32), drafts=DRAFTS)[1]
