@@ -26,9 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 
-from kvprefetch.connector import refusals
+from kvprefetch.connector import namespace, refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
@@ -106,7 +105,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
     model = test_fingerprint.write_model(tmp_path / "model")
     unlike: tuple[dict[str, Any], ...] = ({}, {"dtype": "float16"}, {"known": test_fingerprint.running(isa="vec")})
     assert prefixes(*unlike) == len(unlike)
-    monkeypatch.setattr(RankKeys, "of", lambda self, fingerprint: self.prefixes)
+    monkeypatch.setattr(namespace, "with_fingerprint", lambda prefix, digits: prefix)
     assert prefixes(*unlike) == 1
 
 
