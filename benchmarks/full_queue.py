@@ -77,7 +77,6 @@ class Bench:
         """The engine of a variant: all alike but for the connector."""
         setting = self.setting
         spec = EngineSpec(
-            own_worker=False,
             model=self.model,
             dtype=PEERS.dtype,
             block_size=setting.block_size,

@@ -193,7 +193,6 @@ class Lab:
         blocks = max(each.blocks for each in settings)
         return EngineSpec(
             model=self._model,
-            own_worker=False,
             block_size=BLOCK,
             max_model_len=blocks * BLOCK,
             max_num_batched_tokens=max(2048, blocks * BLOCK),

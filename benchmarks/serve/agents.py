@@ -125,7 +125,7 @@ class InProcess(Run):
         return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes)
 
     def _server(self, spec: EngineSpec) -> Here:
-        return Here(spec.but(own_worker=False), template=self._template)
+        return Here(spec, template=self._template)
 
     def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, dict[str, Any]]:
         calls = self._slice.calls

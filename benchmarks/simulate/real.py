@@ -299,7 +299,6 @@ def main(argv: list[str] | None = None) -> int:
             Daemon(mooncake_config=store.config, staging=str(STAGING_BYTES), extra=(*extra.split(),))
         )
         spec = EngineSpec(
-            own_worker=False,
             model=make_checkpoint(options.work / "checkpoints", PEERS),
             dtype=PEERS.dtype,
             block_size=BLOCK_TOKENS,

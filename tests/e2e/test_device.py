@@ -23,7 +23,6 @@ pytestmark = fakecuda.needs_fake
 PROMPT_BLOCKS = 16
 PROMPTS = make_prompts(40, 520, seed=71)
 HITS = hits(PROMPTS)
-SCHEDULER = -1  # in place of a worker's rank
 SLOTS = 32  # of 64 KiB in the smallest slab of a rank: two of the prompts
 
 
@@ -34,10 +33,10 @@ def right(plain: Engine) -> list[list[int]]:
 
 @pytest.fixture
 def daemons(module_auditor: Auditor) -> Iterator[Callable[..., Daemon]]:
-    """daemons(*extra): one with 2 MiB of a GPU for staging."""
+    """daemons(): one with 2 MiB of each GPU for staging."""
 
-    def make(*extra: str) -> Daemon:
-        options = ("--device-staging", "2MiB", "--device-margin", "0", *PATIENT, *extra)
+    def make() -> Daemon:
+        options = ("--device-staging", "2MiB", "--device-margin", "0", *PATIENT)
         environment = fakecuda.machine().environment
         return Daemon(memory="256MiB", staging="64MiB", extra=options, env=environment)
 
@@ -48,7 +47,7 @@ def spec_of(site: Site, **extra: Any) -> EngineSpec:
     """Worker and scheduler in one process."""
     kv_transfer = ours(site.daemon.socket, wait_timeout_ms=30_000, **extra)
     kv_transfer |= {"kv_connector_module_path": "tests.e2e.device_connector"}
-    return EngineSpec(model=site.model, kv_transfer=kv_transfer, own_worker=False)
+    return EngineSpec(model=site.model, kv_transfer=kv_transfer)
 
 
 def numbers(daemon: Daemon) -> dict[str, int | str]:
@@ -142,23 +141,19 @@ def test_loads_from_device_slots_in_every_way(at: At, right: list[list[int]], da
 
 
 @pytest.mark.stress  # three engines of two ranks
-@pytest.mark.parametrize(
-    ("spread", "killed"),
-    [pytest.param(False, 1, id="one GPU"), pytest.param(True, SCHEDULER, id="a GPU each")],
-)
 def test_two_ranks_load_from_device_slots(
-    at: At, engines: Callable[..., Engine], daemons: Callable[..., Daemon], tmp_path: Path, spread: bool, killed: int
+    at: At, engines: Callable[..., Engine], daemons: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """On one GPU, which they share, or on one each; then the daemon is killed, and a worker or the scheduler."""
+    """On a GPU each; then the daemon is killed, and a worker."""
     model = make_checkpoint(tmp_path, TINY_TP2)
-    plain = engines(EngineSpec(model=model, tensor_parallel_size=2))
+    plain = engines(EngineSpec(model=model))
     right = plain.run(PROMPTS[:16], max_tokens=8).tokens
     plain.stop()
-    daemon = daemons("--device-staging", "2MiB" if spread else "4MiB")
+    daemon = daemons()
     site = at(daemon)
-    env = {fakecuda.SPREAD: "1"} if spread else {}
-    engine = engines(spec_of(site).but(model=model, tensor_parallel_size=2, own_worker=True, env=env))
+    env = {fakecuda.SPREAD: "1"}
+    engine = engines(spec_of(site).but(model=model, tensor_parallel_size=2, env=env))
     check_loads(site, engine, right, least=2 * SLOTS)
     kill_daemon_under_load(site, engine, right)
-    kill_engine_under_load(site, engine, PROMPTS[:16], None if killed == SCHEDULER else killed)
+    kill_engine_under_load(site, engine, PROMPTS[:16], worker_rank=1)
     assert daemon.sigterm(60) == 0

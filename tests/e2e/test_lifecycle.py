@@ -17,7 +17,6 @@ from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
-from tests.lab.store import Store
 from tests.support.auditor import SOCKETS, Auditor, ask_daemon
 from tests.support.waiting import eventually
 
@@ -60,10 +59,6 @@ def test_the_daemon_may_come_late_stop_and_come_back(at: At, right: list[list[in
             assert engine.reset_prefix_cache()
             served(engine.run(PROMPTS), right, HITS)
         site.assert_idle()
-        for _ in range(3):
-            daemon.sigkill()
-            daemon.start()
-            wait_attached(engine)
         eventually(lambda: staging_mapped(engine) <= 2, what="an idle engine with one ended staging at most")
         engine.stop()
 
@@ -88,7 +83,7 @@ def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int
             engine = site.engine(extra={"load_mode": load_mode})
             engine.run(PROMPTS)
             site.assert_idle()
-            for steps in range(6):
+            for steps in range(4):
                 assert engine.reset_prefix_cache()
                 abort_every_other(engine, PROMPTS, right, steps)
                 site.assert_idle()
@@ -96,13 +91,16 @@ def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int
 
 
 @pytest.mark.shows("killed engines and workers")
-@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+@pytest.mark.parametrize(
+    "victim",
+    ["scheduler", pytest.param("worker", marks=pytest.mark.stress)],  # test_faults kills one in the default run
+)
 def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, right: list[list[int]], victim: str) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)
         survivor = site.engine()
         survivor.run(PROMPTS)
-        doomed = site.engine()
+        doomed = site.engine(own_worker=True)
         doomed.begin(PROMPTS, max_tokens=200)
         doomed.wait_event("first_token")
         doomed.kill(worker_rank=0 if victim == "worker" else None)
@@ -162,27 +160,5 @@ def test_a_frozen_daemon_holds_no_request_past_the_deadline(at: At, right: list[
         site.fresh(engine)
         with frozen(daemon.pid):
             assert served(engine.run(PROMPTS, timeout_s=60), right).total_s < 30
-        site.assert_idle()
-        engine.stop()
-
-
-@pytest.mark.stress  # whether the daemon is back before the last one's turn comes is a race on a busy machine
-def test_a_daemon_that_restarts_under_a_queue_is_hinted_again(at: At, cluster: Store, right: list[list[int]]) -> None:
-    """The old daemon knew the waiting requests, the new one does not: each is hinted again when its turn comes."""
-    with Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon:
-        site = at(daemon)
-        engine = site.engine(max_num_seqs=1)
-        engine.run(PROMPTS)
-        assert cluster.wait_keys(sum(HITS) // BLOCK) == sum(HITS) // BLOCK
-        site.fresh(engine)
-        # Behind long answers, one after the other, the last one's turn comes well after the restart.
-        engine.begin(PROMPTS[:3], max_tokens=[1500, 1500, 32], timeout_s=240)
-        engine.wait_event("first_token")
-        daemon.sigkill()
-        daemon.start()
-        served = engine.finish(timeout_s=250)
-        assert [tokens[:32] for tokens in served.tokens] == right[:3]
-        assert served.cached_tokens[-1] == HITS[2]
-        assert engine.call("tests.e2e.probes:counters")["late_hints"] >= 1
         site.assert_idle()
         engine.stop()

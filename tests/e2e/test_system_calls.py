@@ -67,7 +67,7 @@ def test_polls_and_pushes_make_no_system_call(at: At, tmp_path: Path) -> None:
         Daemon(mooncake_config=cluster.config, staging="64MiB") as daemon,
     ):
         site = at(daemon)
-        engine = site.engine()
+        engine = site.engine(own_worker=True)
         engine.run(prompts[:4])
         site.fresh(engine)
         engine.call("tests.e2e.probes:trace_pushes")

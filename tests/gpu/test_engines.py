@@ -52,7 +52,6 @@ def test_tokens_are_those_of_an_engine_without_a_connector(model: Path, stack: c
         model=model,
         max_num_seqs=2,
         num_gpu_blocks=512,
-        own_worker=False,
         extra={
             "compilation_config": {"custom_ops": ["none"]},
             "gpu_memory_utilization": 0.3,

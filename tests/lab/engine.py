@@ -51,8 +51,8 @@ class EngineSpec:
     enforce_eager: bool = True
     threads: int = 1
     """OpenMP threads of each worker."""
-    own_worker: bool = True
-    """Whether the worker is a process of its own. Without, as vLLM does by default for one rank, worker and scheduler
+    own_worker: bool = False
+    """Whether the worker of one rank is a process of its own. Without, as vLLM does by default, worker and scheduler
     share a process and, with one OpenMP thread, a core: neither of them spins for the other's answer on another."""
     mooncake_config: Path | None = None
     """What ``MOONCAKE_CONFIG_PATH`` names for vLLM's own connector."""
@@ -83,7 +83,7 @@ class EngineSpec:
             "enforce_eager": self.enforce_eager,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
-            "distributed_executor_backend": "mp" if self.own_worker else "uni",
+            "distributed_executor_backend": "mp" if self.own_worker or self.tensor_parallel_size > 1 else "uni",
             **self.extra,
         }
 
