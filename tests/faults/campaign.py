@@ -74,10 +74,22 @@ class Site:
 
 
 class World:
-    """Use as a context manager. `slack_s`: more than the bounds of times, on a machine that does other things, too."""
+    """Use as a context manager. `slack_s`: more than the bounds of times, on a machine that does other things, too.
 
-    def __init__(self, scratch: Path, seed: int = 1, *, slack_s: float = 0.0) -> None:
+    `plain`: an engine of `template` without a connector, which has the model of the world's own.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        seed: int = 1,
+        *,
+        slack_s: float = 0.0,
+        template: Template | None = None,
+        plain: Engine | None = None,
+    ) -> None:
         self._scratch, self._slack_s = scratch, slack_s
+        self._given = template, plain
         self._undo = ExitStack()
         self.trigger = Trigger(scratch / "faults")
         os.environ[VARIABLE] = str(scratch / "faults")
@@ -90,8 +102,9 @@ class World:
         with self._undo:
             model = make_checkpoint(self._scratch / "model", TINY)
             self._spec = EngineSpec(model=model, prepare="tests.faults.points:install")
-            self._template = enter(Template(self._spec.environment()))
-            self._plain = enter(Engine(EngineSpec(model=model), template=self._template))
+            template, plain = self._given
+            self._template = template or enter(Template(self._spec.environment()))
+            self._plain = plain or enter(Engine(EngineSpec(model=model), template=self._template))
             self._link = enter(LimitedLink(rate_mbit=LINK_MBIT)) if self._without_link is None else None
             self.store = enter(Store(memory="512 MB", link=self._link))
             extra = ("--save-share", "0.5", "--call-timeout-ms", "2000")

@@ -13,16 +13,18 @@ from tests.faults.campaign import World
 from tests.faults.faults import Fault, Verdict, faults
 from tests.faults.points import POINTS
 from tests.lab import process
+from tests.lab.engine import Engine
+from tests.lab.template import Template
 from tests.support.waiting import poll
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.store, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.store, pytest.mark.timeout(600)]
 SLACK_S = 3.0
 AT = {point.name: point for point in POINTS}
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(process.scratch("faults"), slack_s=SLACK_S) as world:
+def world(template: Template, plain: Engine) -> Iterator[World]:
+    with World(process.scratch("faults"), slack_s=SLACK_S, template=template, plain=plain) as world:
         yield world
 
 
@@ -31,10 +33,10 @@ def world() -> Iterator[World]:
     [
         Fault("daemon", "kill", AT["blocks claimed"]),
         Fault("daemon", "stop", AT["fetch ended"], seconds=1.0),
-        Fault("daemon", "storm", AT["segments handed over"]),
+        pytest.param(Fault("daemon", "storm", AT["segments handed over"]), marks=pytest.mark.stress),
         Fault("daemon", "starve", AT["hint read"], seconds=1.0),
         Fault("worker", "kill", AT["load begun"]),
-        Fault("scheduler", "kill", AT["put begun"]),
+        pytest.param(Fault("scheduler", "kill", AT["put begun"]), marks=pytest.mark.stress),
         Fault("master", "stop", AT["store asked"], depth=0.3, seconds=1.0),
         Fault("link", "cut", AT["fetch begun"], depth=0.3, seconds=2.0),
         Fault("link", "lossy", AT["fetch begun"], depth=0.3, seconds=2.0),
@@ -43,6 +45,7 @@ def world() -> Iterator[World]:
     ids=lambda fault: f"{fault.victim} {fault.kind} at {fault.where}",
 )
 def test_a_fault_breaks_no_promise(world: World, fault: Fault) -> None:
+    """`make stress` has those that start engines or daemons anew for which another is here."""
     if (why := world.cannot(fault)) is not None:
         pytest.skip(why)
     assert world.run(fault).failures == []
@@ -53,9 +56,15 @@ def test_each_round_has_each_point_with_each_victim() -> None:
     assert len({(each.point, each.victim, each.kind) for each in faults(every, seed=2)}) == every
 
 
-@pytest.mark.parametrize("column", ["wrong_tokens", "hung", "neighbour", "untrue"])
+@pytest.mark.parametrize(
+    "column",
+    ["wrong_tokens", "neighbour", *(pytest.param(each, marks=pytest.mark.stress) for each in ("hung", "untrue"))],
+)
 def test_the_judge_finds_what_is_planted(world: World, column: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong byte, a stall, a neighbour that loses its hits, and a lie, one each beside a harmless fault."""
+    """A wrong byte, a stall, a neighbour that loses its hits, and a lie, one each beside a harmless fault.
+
+    A stall and a lie are under `stress`: the judge waits for seconds.
+    """
     fault = Fault("worker", "stop", AT["load ended"], seconds=0.1)
     if column == "wrong_tokens":
         world.first.engine.call("tests.e2e.probes:load_a_foreign_block", 1)
