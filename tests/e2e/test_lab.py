@@ -15,19 +15,6 @@ def test_the_end_of_the_answer_depends_on_the_first_block(plain: Engine) -> None
     assert tokens[0] != tokens[1]
 
 
-def test_a_closed_loop_keeps_so_many_requests_outstanding(plain: Engine) -> None:
-    result = plain.run(make_prompts(6, 64, seed=4), max_tokens=4, concurrency=2)
-    for each in result.requests:
-        assert each.finished_s is not None
-        others = [
-            other
-            for other in result.requests
-            if other.arrival_s <= each.arrival_s and (other.finished_s or 0.0) > each.arrival_s
-        ]
-        assert len(others) <= 2
-    assert [len(tokens) for tokens in result.tokens] == [4] * 6
-
-
 def test_a_user_pauses_between_an_answer_and_the_next_request(plain: Engine) -> None:
     result = plain.run(make_prompts(4, 64, seed=7), max_tokens=4, concurrency=1, pauses_s=[0.0, 0.3, 0.0, 0.0])
     ends = [each.finished_s or 0.0 for each in result.requests]

@@ -15,7 +15,7 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.support.waiting import eventually
 
-LONG = 160
+LONG = 64
 
 
 @pytest.mark.shows("preemption")
