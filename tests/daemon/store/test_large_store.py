@@ -74,7 +74,9 @@ def p99_s(found: list[tuple[bool, float]]) -> float:
     return statistics.quantiles([took for _, took in found], n=100)[98]
 
 
+@pytest.mark.stress
 def test_resets_and_a_purge_in_a_large_store_cost_another_engine_nothing(serve: Serve) -> None:
+    """Under `stress`, as to fill such a store takes most of a minute."""
     with Cluster(memory="2 GB") as cluster:
         fill(cluster.config, KEYS)
         daemon = serve(memory=None, mooncake_config=cluster.config, staging="8MiB", extra=SCALED)
