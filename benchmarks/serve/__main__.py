@@ -227,7 +227,7 @@ class Run:
 
     def _restore(self) -> None:
         """Remove what the pass before saved."""
-        control.remove(self._store.config, list(self._store.names - self._base), host_ip=self._store.host_ip)
+        control.remove(self._store.config, list(self._store.names - self._base))
 
     def _capacity(self) -> tuple[float, float]:
         """Measure requests a second with all KV local, and seconds to compute a token of a prompt."""

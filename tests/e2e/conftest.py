@@ -75,7 +75,7 @@ class Site:
         """All prompts but the first load a block of the first: their tokens differ, so equal tokens mean something."""
         self.fresh(engine)
         engine.call("tests.e2e.probes:load_a_foreign_block", index)
-        spoiled = engine.run(prompts, concurrency=1, **options)
+        spoiled = engine.run(prompts, **{**options, "concurrency": 1})
         assert min(spoiled.cached_tokens) > 0
         changed = [got != want for got, want in zip(spoiled.tokens, right, strict=True)]
         assert changed == [False] + [True] * (len(prompts) - 1)
@@ -179,6 +179,37 @@ def served(result: Pass, tokens: list[list[int]], hit_tokens: list[int] | None =
     return result
 
 
+def saved_then_loaded(
+    site: Site,
+    plain: Engine,
+    engine: Engine,
+    prompts: list[list[int]],
+    longer: Sequence[list[int]] = (),
+    foreign: Sequence[int] = (1,),
+    **options: Any,
+) -> list[list[int]]:
+    """Check that loads give the tokens of the plain engine, and that blocks of another prompt would not; return them.
+
+    `longer`: prompts that begin with those, and load the rest beside local hits; `foreign`: which blocks of a load.
+    """
+    right = plain.run(prompts, **options).tokens
+    served(engine.run(prompts, **options), right, [0] * len(prompts))
+    if longer:
+        right_long = plain.run(longer, **options).tokens
+        assert engine.run(longer, **options).tokens == right_long
+    site.fresh(engine)
+    served(engine.run(prompts, **options), right, hits(prompts))
+    if longer:
+        loads = engine.call("tests.e2e.probes:counters")["load_blocks"]
+        served(engine.run(longer, **options), right_long, hits(longer))
+        loads = engine.call("tests.e2e.probes:counters")["load_blocks"] - loads
+        assert loads == sum(hits(longer)) // BLOCK - sum(len(prompt) // BLOCK for prompt in prompts)
+    for index in foreign:
+        site.a_foreign_block_shows(engine, prompts, right, index, **options)
+    site.assert_idle()
+    return right
+
+
 def abort_every_other(
     engine: Engine, prompts: list[list[int]], right: list[list[int]], steps: int, **options: Any
 ) -> None:
@@ -187,6 +218,25 @@ def abort_every_other(
     partly = engine.run(prompts, aborts=aborts, **options)
     for request in partly.requests[1::2]:
         assert request.tokens == right[request.index]
+
+
+def preempted_and_aborted(site: Site, plain: Engine, prompts: list[list[int]], max_tokens: int, **options: Any) -> None:
+    """With a KV pool too small for its answers, and aborted requests, an engine's tokens are those of the plain one."""
+    right = plain.run(prompts, max_tokens=max_tokens).tokens
+    engine = site.engine(extra={"cache_prefix": "preempted"}, num_gpu_blocks=28, max_model_len=384, **options)
+    engine.call("tests.e2e.probes:count_preemptions")
+    assert engine.run(prompts, max_tokens=max_tokens).tokens == right
+    for steps in range(3):
+        site.fresh(engine)
+        abort_every_other(engine, prompts, right, steps, max_tokens=max_tokens)
+    assert engine.call("tests.e2e.probes:preemptions") > 0
+    site.fresh(engine)
+    served(engine.run(prompts, max_tokens=max_tokens), right)
+    counters = engine.call("tests.e2e.probes:counters")
+    assert counters["loads"] >= len(prompts)
+    assert counters["failed_loads"] == 0
+    site.assert_idle()
+    engine.stop()
 
 
 def failed_loads_are_recomputed(
@@ -214,16 +264,15 @@ def whole_blocks(prompt: list[int]) -> int:
 def loaded_on_two_ranks(
     site: Site, engines: Callable[..., Engine], model: Path, prompts: list[list[int]], **options: Any
 ) -> None:
-    """With two tensor-parallel ranks loaded tokens are those of a plain engine."""
-    options |= {"model": model, "tensor_parallel_size": 2}
+    """With two tensor-parallel ranks loaded tokens are those of a plain engine of one."""
+    options |= {"model": model}
     plain = engines(EngineSpec(**options))
     right = plain.run(prompts).tokens
     plain.stop()
-    engine = site.engine(extra={"cache_prefix": "two ranks"}, **options)
+    engine = site.engine(extra={"cache_prefix": "two ranks"}, tensor_parallel_size=2, **options)
     assert engine.run(prompts).tokens == right
-    for _ in range(2):
-        site.fresh(engine)
-        served(engine.run(prompts), right, hits(prompts))
+    site.fresh(engine)
+    served(engine.run(prompts), right, hits(prompts))
     site.assert_idle()
     engine.stop()
 

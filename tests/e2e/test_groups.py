@@ -11,14 +11,14 @@ import vllm
 from tests.e2e.conftest import (
     BLOCK,
     Site,
-    abort_every_other,
     each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
     hits,
     loaded_on_two_ranks,
+    preempted_and_aborted,
+    saved_then_loaded,
     served,
     warmed_prompts_are_hits,
-    whole_blocks,
 )
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
@@ -46,43 +46,21 @@ def reference(gemma: Path, engines: Callable[..., Engine]) -> Engine:
     return engines(EngineSpec(model=gemma))
 
 
-@pytest.fixture(scope="module")
-def right(reference: Engine) -> list[list[int]]:
-    return reference.run(PROMPTS).tokens
-
-
-@pytest.fixture(scope="module")
-def right_long(reference: Engine) -> list[list[int]]:
-    return reference.run(LONG).tokens
-
-
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention and sliding windows")
-def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(
-    site: Site, gemma: Path, right: list[list[int]], right_long: list[list[int]]
-) -> None:
+def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(site: Site, gemma: Path, reference: Engine) -> None:
     engine = site.engine(model=gemma, extra={"cache_prefix": "groups"})
-    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
-    assert engine.run(LONG).tokens == right_long
-    for _ in range(2):
-        site.fresh(engine)
-        served(engine.run(PROMPTS), right, hits(PROMPTS))
-        loads = engine.call("tests.e2e.probes:counters")["load_blocks"]
-        served(engine.run(LONG), right_long, hits(LONG))
-        beside = sum(whole_blocks(long) - whole_blocks(short) for long, short in zip(LONG, PROMPTS, strict=True))
-        assert engine.call("tests.e2e.probes:counters")["load_blocks"] - loads == beside // BLOCK
-        served(engine.run(LONG), right_long, hits(LONG))
-    site.a_foreign_block_shows(engine, PROMPTS, right)
-    site.assert_idle()
+    saved_then_loaded(site, reference, engine, PROMPTS, LONG)
     engine.stop()
 
 
 @pytest.mark.shows("warmed prompts", "full attention and sliding windows")
-def test_a_warmed_prompt_is_a_hit_at_once(site: Site, gemma: Path, right: list[list[int]], tmp_path: Path) -> None:
+def test_a_warmed_prompt_is_a_hit_at_once(site: Site, gemma: Path, reference: Engine, tmp_path: Path) -> None:
     engine = site.engine(model=gemma, extra={"cache_prefix": "warm groups"})
-    warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
+    warmed_prompts_are_hits(site, engine, PROMPTS, reference.run(PROMPTS).tokens, tmp_path / "prompts.jsonl")
     engine.stop()
 
 
+@pytest.mark.stress  # as test_saving, whose preempted requests are in the default run
 @pytest.mark.parametrize(
     "make",
     [
@@ -96,7 +74,6 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, gemma: Path, right: list[l
         pytest.param(
             make_llama4,
             marks=[
-                pytest.mark.stress,
                 pytest.mark.shows("aborts", "full attention and chunks"),
                 pytest.mark.shows("preemption", "full attention and chunks"),
             ],
@@ -108,24 +85,14 @@ def test_under_preemption_and_with_aborted_requests(
 ) -> None:
     model = make(tmp_path / "model")
     plain = engines(EngineSpec(model=model))
-    prompts = [prompt[:200] for prompt in PROMPTS]
-    first = plain.run(prompts, max_tokens=160)
+    preempted_and_aborted(site, plain, [prompt[:200] for prompt in PROMPTS], 160, model=model)
     plain.stop()
-    engine = site.engine(model=model, extra={"cache_prefix": "preempted"}, num_gpu_blocks=28, max_model_len=384)
-    engine.call("tests.e2e.probes:count_preemptions")
-    assert engine.run(prompts, max_tokens=160).tokens == first.tokens
-    assert engine.call("tests.e2e.probes:preemptions") > 0
-    for steps in range(4):
-        site.fresh(engine)
-        abort_every_other(engine, prompts, first.tokens, steps, max_tokens=160)
-    site.assert_idle()
-    engine.stop()
 
 
 @pytest.mark.shows("loads that fail", "full attention and sliding windows")
-def test_requests_whose_loads_failed_are_recomputed(site: Site, gemma: Path, right: list[list[int]]) -> None:
+def test_requests_whose_loads_failed_are_recomputed(site: Site, gemma: Path, reference: Engine) -> None:
     engine = site.engine(model=gemma, extra={"cache_prefix": "failing groups"})
-    failed_loads_are_recomputed(site, engine, PROMPTS, right)
+    failed_loads_are_recomputed(site, engine, PROMPTS, reference.run(PROMPTS).tokens)
     engine.stop()
 
 
@@ -176,6 +143,7 @@ def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path
     loaded_on_two_ranks(site, engines, make_gemma3(tmp_path / "gemma3", kv_heads=2), PROMPTS)
 
 
+@pytest.mark.stress  # an engine anew for each block; tests/daemon/engine/test_groups.py loses them in the default run
 def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     gemma: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
 ) -> None:
@@ -200,6 +168,7 @@ def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
     engine.stop()
 
 
+@pytest.mark.stress  # as test_upstream, in the default run
 @pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and sliding windows")
 def test_each_connector_reads_what_the_other_wrote(
     gemma: Path, cluster: Store, reference: Engine, shared: Daemon, engines: Callable[..., Engine]
@@ -209,16 +178,16 @@ def test_each_connector_reads_what_the_other_wrote(
     each_reads_what_the_other_wrote(cluster, reference, mine, theirs, 300 // BLOCK + WINDOW_BLOCKS, seed=84)
 
 
+@pytest.mark.stress  # of the gallery; the default run has windows
 @pytest.mark.parametrize(
-    ("every", "prepare", "of_others", "starts"),
+    ("every", "prepare", "stored", "starts"),
     [
         pytest.param(
             2,
             "",
-            0,
+            2 * (300 // BLOCK),
             (0, 1),
             marks=[
-                pytest.mark.stress,  # a chunk's rules are in the case below, too
                 pytest.mark.shows("saved, then loaded: tokens equal", "full attention and chunks"),
                 pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and chunks"),
             ],
@@ -227,7 +196,7 @@ def test_each_connector_reads_what_the_other_wrote(
         pytest.param(
             3,
             "tests.lab.hybrid:windows_among_chunks",
-            WINDOW_BLOCKS,
+            2 * (300 // BLOCK) + WINDOW_BLOCKS,
             (0, 1, 3),
             marks=[
                 pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and chunks"),
@@ -242,7 +211,7 @@ def test_each_connector_reads_what_the_other_wrote(
 def test_chunks_beside_local_hits_and_vllms_own_connector(
     every: int,
     prepare: str,
-    of_others: int,
+    stored: int,
     starts: tuple[int, ...],
     tmp_path: Path,
     cluster: Store,
@@ -252,34 +221,21 @@ def test_chunks_beside_local_hits_and_vllms_own_connector(
 ) -> None:
     """Prompts end in the first block of a chunk, in its last, and between; a longer one goes on from what is local.
 
-    `of_others`: saved blocks of a window; `starts`: where each group's blocks begin in a load of 288 tokens.
+    `stored`: the keys of a prompt of 300 tokens; `starts`: where each group's blocks begin in its load.
     """
     model = make_llama4(tmp_path / f"llama4-{every}", every)
     spec = EngineSpec(model=model, prepare=prepare)
-    prompts = [prompt[:length] for prompt, length in zip(LONG, (300, 257, 256, 500, 129, 385), strict=True)]
-    plain = engines(spec)
-    right, right_long = plain.run(prompts).tokens, plain.run(LONG).tokens
-    plain_tokens = plain.run(PROMPTS).tokens
-    plain.stop()
-    site = Site(shared, model, module_auditor, engines)
+    site, plain = Site(shared, model, module_auditor, engines), engines(spec)
     mine = site.engine(spec.but(kv_transfer=ours(shared.socket, key_format="vllm")))
-    served(mine.run(prompts), right, [0] * len(prompts))
-    assert mine.run(LONG).tokens == right_long
-    for _ in range(2):
-        site.fresh(mine)
-        served(mine.run(prompts), right, hits(prompts))
-        served(mine.run(LONG), right_long, hits(LONG))
     theirs = engines(spec.but(kv_transfer=upstream(), mooncake_config=cluster.config))
-    served(theirs.run(LONG), right_long, hits(LONG))
-    others, before = make_prompts(4, 300, seed=87), cluster.keys
-    found = theirs.run(others).tokens
-    wanted = before + len(others) * (2 * (300 // BLOCK) + of_others)
-    assert cluster.wait_keys(wanted) == wanted
-    served(mine.run(others), found, hits(others))
-    site.fresh(mine)
-    assert mine.run(PROMPTS).tokens == plain_tokens  # which saves windows before their ends
-    for start in starts:
-        site.a_foreign_block_shows(mine, PROMPTS, plain_tokens, start)
-    site.assert_idle()
+    each_reads_what_the_other_wrote(cluster, plain, mine, theirs, stored, seed=87)
     theirs.stop()
-    mine.stop()
+    ends = [prompt[:length] for prompt, length in zip(LONG, (300, 257, 256, 500, 129, 385), strict=True)]
+    saved_then_loaded(site, plain, mine, ends, LONG, foreign=())
+    right = plain.run(PROMPTS).tokens
+    assert mine.run(PROMPTS).tokens == right  # which saves windows before their ends
+    for start in starts:
+        site.a_foreign_block_shows(mine, PROMPTS, right, start)
+    site.assert_idle()
+    for engine in (mine, plain):
+        engine.stop()

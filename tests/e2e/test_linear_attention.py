@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, failed_loads_are_recomputed, hits, served
+from tests.e2e.conftest import BLOCK, Site, failed_loads_are_recomputed, hits, saved_then_loaded, served
 from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
@@ -21,10 +21,12 @@ from tests.lab.passes import Pass
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 
+pytestmark = pytest.mark.stress  # of the gallery; Mamba's states are in the default run
+
 STATES, FULL = 0, 1  # groups: the first layer has a state
 # Of these prompts no step has a block's end inside it.
 STEP: Any = {"dtype": "bfloat16", "max_num_batched_tokens": BLOCK + 8}
-PROMPTS = make_prompts(6, 300, seed=111)
+PROMPTS = make_prompts(4, 300, seed=111)
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +43,11 @@ def reference(qwen: Path, engines: Callable[..., Engine]) -> Engine:
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention and linear attention")
 def test_loaded_tokens_equal_recomputed_ones(site: Site, qwen: Path, reference: Engine) -> None:
     """With a foreign state in a load, all else being right, tokens differ."""
-    right = reference.run(PROMPTS, concurrency=1).tokens
     engine = site.engine(model=qwen, extra={"cache_prefix": "linear"}, **STEP)
-    served(engine.run(PROMPTS, concurrency=1), right, [0] * len(PROMPTS))
-    site.fresh(engine)
-    served(engine.run(PROMPTS, concurrency=1), right, hits(PROMPTS))
-    site.a_foreign_block_shows(engine, PROMPTS, right, STATES)
-    site.assert_idle()
+    saved_then_loaded(site, reference, engine, PROMPTS, foreign=(STATES,), concurrency=1)
     engine.stop()
 
 
-@pytest.mark.stress  # as test_groups, whose preempted requests are in the default run
 @pytest.mark.shows("loads that fail", "full attention and linear attention")
 @pytest.mark.shows("aborts", "full attention and linear attention")
 @pytest.mark.shows("preemption", "full attention and linear attention")
@@ -59,22 +55,21 @@ def test_preempted_requests_load_again_and_failed_loads_are_recomputed(
     site: Site, qwen: Path, reference: Engine
 ) -> None:
     """The plain engine preempts requests after the same tokens: in bfloat16 a prefill and a decode may differ."""
-    prompts = PROMPTS[:4]
-    preempt: Any = {"requests": len(prompts), "after_tokens": 8}
+    preempt: Any = {"requests": len(PROMPTS), "after_tokens": 8}
     assert reference.reset_prefix_cache()
-    right = reference.run(prompts, concurrency=1).tokens
+    right = reference.run(PROMPTS, concurrency=1).tokens
     reference.call("tests.e2e.probes:preempt_next", **preempt)
-    right_preempted = reference.run(prompts, concurrency=1).tokens
+    right_preempted = reference.run(PROMPTS, concurrency=1).tokens
     engine = site.engine(model=qwen, extra={"cache_prefix": "preempted linear"}, **STEP)
-    engine.run(prompts, concurrency=1)
+    engine.run(PROMPTS, concurrency=1)
     site.fresh(engine)
     engine.call("tests.e2e.probes:count_preemptions")
     engine.call("tests.e2e.probes:preempt_next", **preempt)
-    served(engine.run(prompts, concurrency=1), right_preempted)
+    served(engine.run(PROMPTS, concurrency=1), right_preempted)
     counters = engine.call("tests.e2e.probes:counters")
-    assert engine.call("tests.e2e.probes:preemptions") == len(prompts)
-    assert (counters["loads"], counters["failed_loads"]) == (2 * len(prompts), 0)
-    failed_loads_are_recomputed(site, engine, prompts, right, concurrency=1)
+    assert engine.call("tests.e2e.probes:preemptions") == len(PROMPTS)
+    assert (counters["loads"], counters["failed_loads"]) == (2 * len(PROMPTS), 0)
+    failed_loads_are_recomputed(site, engine, PROMPTS, right, concurrency=1)
     engine.stop()
 
 
@@ -86,7 +81,6 @@ def saved(engine: Engine, prompts: list[list[int]], cluster: Store, keys: int) -
     return result
 
 
-@pytest.mark.stress
 @pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention and linear attention")
 def test_what_is_computed_after_a_load_has_the_bytes_of_what_was_never_loaded(
     qwen: Path, reference: Engine, cluster: Store, shared: Daemon, engines: Callable[..., Engine]

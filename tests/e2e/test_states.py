@@ -16,11 +16,12 @@ from tests.e2e.conftest import (
     PATIENT,
     At,
     Site,
-    abort_every_other,
     each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
     hits,
     loaded_on_two_ranks,
+    preempted_and_aborted,
+    saved_then_loaded,
     served,
 )
 from tests.e2e.deep import Pair, patient
@@ -39,10 +40,10 @@ pytestmark = pytest.mark.skipif(
     vllm.__version__.startswith("0.31."), reason="vLLM 0.31's CPU build does not run this model"
 )
 
-STATES, FULL = 0, 1  # groups: the first layer has a state
+STATES = 0  # the group: the first layer has a state
 STATE_BYTES = 11_456  # of the 16 KiB of a layer's page
-PROMPTS = make_prompts(6, 300, seed=91)
-LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(6, 308, seed=92), strict=True)]
+PROMPTS = make_prompts(4, 300, seed=91)
+LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(4, 308, seed=92), strict=True)]
 OTHERS = make_prompts(20, 300, seed=101)
 # Of these prompts no step has a block's end inside it (see make_granite).
 STEP: Any = {"max_num_batched_tokens": BLOCK + 8}
@@ -65,20 +66,13 @@ def reference(granite: Path, engines: Callable[..., Engine]) -> Engine:
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention and Mamba")
 def test_loaded_tokens_equal_recomputed_ones(site: Site, granite: Path, reference: Engine) -> None:
     """Beside local hits too; with a foreign state in a load, all else being right, tokens differ."""
-    right, right_long = reference.run(PROMPTS).tokens, reference.run(LONG).tokens
     engine = site.engine(model=granite, extra={"cache_prefix": "states"}, **STEP)
-    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
-    assert engine.run(LONG).tokens == right_long
-    site.fresh(engine)
-    served(engine.run(PROMPTS), right, hits(PROMPTS))
-    served(engine.run(LONG), right_long, hits(LONG))
-    counters = engine.call("tests.e2e.probes:counters")
-    assert (counters["loads"], counters["failed_loads"]) == (2 * len(PROMPTS), 0)
-    site.a_foreign_block_shows(engine, PROMPTS, right, STATES)
-    site.assert_idle()
+    saved_then_loaded(site, reference, engine, PROMPTS, LONG, (STATES,))
+    assert engine.call("tests.e2e.probes:counters")["failed_loads"] == 0
     engine.stop()
 
 
+@pytest.mark.stress  # of the gallery; the default run has states, and windows
 @pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and Mamba")
 @pytest.mark.shows("vLLM's own connector reads ours, and the reverse", "full attention, sliding windows and Mamba")
 def test_with_windows_too_loaded_tokens_are_right_and_each_connector_reads_what_the_other_wrote(
@@ -94,17 +88,11 @@ def test_with_windows_too_loaded_tokens_are_right_and_each_connector_reads_what_
     mine = engines(plain.but(kv_transfer=ours(shared.socket, key_format="vllm")))
     theirs = engines(plain.but(kv_transfer=upstream(), mooncake_config=cluster.config))
     stored, written = 300 // BLOCK + 2 + WINDOW // BLOCK, {0: STATE_BYTES, 1: STATE_BYTES, 2: None, 3: None}
-    each_reads_what_the_other_wrote(cluster, windowed, mine, theirs, stored, 98, written)
+    each_reads_what_the_other_wrote(cluster, windowed, mine, theirs, stored, 121, written)
     theirs.stop()
-    right, right_long = windowed.run(PROMPTS).tokens, windowed.run(LONG).tokens
-    assert mine.run(PROMPTS).tokens == right
-    assert mine.run(LONG).tokens == right_long
     site = Site(shared, granite, module_auditor, engines)
-    site.fresh(mine)
-    served(mine.run(PROMPTS), right, hits(PROMPTS))
-    served(mine.run(LONG), right_long, hits(LONG))  # beside local hits
-    for entry in (0, 3, 4):  # of the first state, of the window, of full attention
-        site.a_foreign_block_shows(mine, PROMPTS, right, entry)
+    # Entries of the first state, of the window, of full attention.
+    saved_then_loaded(site, windowed, mine, PROMPTS, LONG, (0, 3, 4))
     mine.stop()
     windowed.stop()
 
@@ -142,32 +130,13 @@ def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
         assert daemon.sigterm(60) == 0
 
 
-@pytest.mark.stress  # as test_groups, whose preempted requests are in the default run
+@pytest.mark.stress  # as test_saving, whose preempted requests are in the default run
 @pytest.mark.shows("aborts", "full attention and Mamba")
 @pytest.mark.shows("preemption", "full attention and Mamba")
 def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, reference: Engine) -> None:
+    """Checkpoints inside a step are off: a preempted request's last step may have a block's end inside it."""
     prompts = [prompt[:204] for prompt in PROMPTS]
-    first = reference.run(prompts, max_tokens=100)
-    engine = site.engine(
-        model=granite,
-        extra={"cache_prefix": "preempted states"},
-        prepare=WITHOUT_CHECKPOINTS,  # a preempted request's last step may have a block's end inside it
-        num_gpu_blocks=28,
-        max_model_len=384,
-    )
-    engine.call("tests.e2e.probes:count_preemptions")
-    assert engine.run(prompts, max_tokens=100).tokens == first.tokens
-    for steps in range(3):
-        site.fresh(engine)
-        abort_every_other(engine, prompts, first.tokens, steps, max_tokens=100)
-    assert engine.call("tests.e2e.probes:preemptions") > 0
-    site.fresh(engine)
-    served(engine.run(prompts, max_tokens=100), first.tokens)
-    counters = engine.call("tests.e2e.probes:counters")
-    assert counters["loads"] >= len(prompts)
-    assert counters["failed_loads"] == 0
-    site.assert_idle()
-    engine.stop()
+    preempted_and_aborted(site, reference, prompts, 100, model=granite, prepare=WITHOUT_CHECKPOINTS)
 
 
 @pytest.mark.stress  # as test_groups, in the default run
@@ -212,28 +181,6 @@ def test_a_store_that_hangs_or_dies_costs_no_tokens(
 
 
 @pytest.mark.stress
-def test_prompts_that_part_inside_others(site: Site, granite: Path, reference: Engine) -> None:
-    """Where two prompts part there is no state yet: the second computes it, and the third goes on from there."""
-    begin = make_prompts(1, 192, seed=93)[0]
-    prompts = [begin + rest for rest in make_prompts(4, 108, seed=94)]
-    right = [reference.run([prompt]).tokens[0] for prompt in prompts]
-    engine = site.engine(model=granite, extra={"cache_prefix": "parting"}, **STEP)
-    for prompt, tokens in zip(prompts, right, strict=True):
-        served(engine.run([prompt]), [tokens], [0])  # with an empty cache of its own no engine knows where prompts part
-        site.fresh(engine)
-    for prompt, tokens in zip(prompts[:2], right[:2], strict=True):  # now the second one meets the first one's blocks
-        served(engine.run([prompt]), [tokens], [288])
-    others = [begin + rest for rest in make_prompts(2, 108, seed=95)]
-    parted, gone_on = (served(engine.run([each]), reference.run([each]).tokens) for each in others)
-    assert (parted.cached_tokens, gone_on.cached_tokens) == ([0], [192])
-    site.fresh(engine)
-    last = begin + make_prompts(1, 108, seed=96)[0]
-    served(engine.run([last]), reference.run([last]).tokens, [192])
-    site.assert_idle()
-    engine.stop()
-
-
-@pytest.mark.stress
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and Mamba")
 @needs_cxx
 def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(
@@ -253,29 +200,3 @@ def test_each_connector_reads_what_the_other_wrote(
     each_reads_what_the_other_wrote(cluster, reference, mine, theirs, 300 // BLOCK + 1, seed=97)
     theirs.stop()
     mine.stop()
-
-
-@pytest.mark.stress
-def test_without_a_lost_state_the_next_shorter_prefix_with_one_is_loaded(
-    granite: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
-) -> None:
-    """States are kept every two blocks, and before the prompt's end."""
-    site = Site(shared, granite, module_auditor, engines)
-    transfer = ours(shared.socket, key_format="vllm", cache_prefix="lost")
-    spec = EngineSpec(model=granite, kv_transfer=transfer, extra={"prefix_cache_retention_interval": 2 * BLOCK}, **STEP)
-    engine = site.engine(spec)
-    prompts = make_prompts(2, 300, seed=100)
-    tokens = engine.run(prompts).tokens
-    site.fresh(engine)
-    served(engine.run(prompts), tokens, hits(prompts))
-    for group, block, left in ((STATES, 8, 8), (FULL, 5, 4), (STATES, 3, 2)):
-        control.remove(cluster.config, [f"lost@{control.block_keys(granite, prompts[0], group=group)[block]}"])
-        site.assert_idle()
-        engine.stop()
-        engine = site.engine(spec)  # with staging of its own, where nothing is yet
-        assert engine.run(prompts[:1], max_tokens=1).cached_tokens == [left * BLOCK]
-        if group == FULL:
-            control.remove(cluster.config, [f"lost@{control.block_keys(granite, prompts[0], group=group)[block]}"])
-        served(engine.run(prompts), tokens)
-    site.assert_idle()
-    engine.stop()

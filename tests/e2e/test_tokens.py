@@ -1,4 +1,4 @@
-"""Tokens never change: recomputed, locally cached, loaded either way, beside another connector, on two ranks."""
+"""Tokens never change: recomputed, loaded either way, beside another connector, on two ranks; resets, modes, roles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits, loaded_on_two_ranks, served, warmed_prompts_are_hits, whole_blocks
+from tests.e2e.conftest import (
+    BLOCK,
+    Site,
+    hits,
+    loaded_on_two_ranks,
+    saved_then_loaded,
+    served,
+    warmed_prompts_are_hits,
+    whole_blocks,
+)
 from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
 from tests.support.compiler import needs_cxx
 
-PROMPTS = make_prompts(12, 300, seed=1)
+PROMPTS = make_prompts(6, 300, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +40,14 @@ def counters(engine: Engine) -> dict[str, int]:
 
 @pytest.mark.shows("saved, then loaded: tokens equal")
 @pytest.mark.parametrize("load_mode", ["sync", "async"])
-def test_loaded_tokens_equal_recomputed_ones(site: Site, right: list[list[int]], load_mode: str) -> None:
-    """With a block of another prompt in a load they differ: were the loaded KV wrong, the comparison would see it."""
-    engine = site.engine(extra={"load_mode": load_mode, "cache_prefix": load_mode})
-    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
-    site.fresh(engine)
-    served(engine.run(PROMPTS), right, hits(PROMPTS))
-    local = engine.run(PROMPTS)
-    assert local.tokens == right
-    site.a_foreign_block_shows(engine, PROMPTS[:4], right[:4])
-    site.assert_idle()
+def test_loaded_tokens_equal_recomputed_ones(site: Site, plain: Engine, load_mode: str) -> None:
+    """With a block of another prompt in a load they differ: were the loaded KV wrong, the comparison would see it.
+
+    The worker is a process of its own in one case.
+    """
+    extra = {"load_mode": load_mode, "cache_prefix": load_mode}
+    engine = site.engine(extra=extra, own_worker=load_mode == "sync")
+    saved_then_loaded(site, plain, engine, PROMPTS)
     engine.stop()
 
 
@@ -119,3 +126,48 @@ def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
     assert max(second.cached_tokens) == 100 * BLOCK
     site.assert_idle()
     engine.stop()
+
+
+@pytest.mark.shows("reset of the connector")
+def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right: list[list[int]]) -> None:
+    engine = site.engine(extra={"cache_prefix": "reset"})
+    other = site.engine(extra={"cache_prefix": "keeps"})
+    for each in (engine, other):
+        each.run(PROMPTS)
+        site.fresh(each)
+    assert engine.reset_prefix_cache(reset_connector=True)
+    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
+    site.fresh(engine)
+    assert engine.run(PROMPTS).cached_tokens == hits(PROMPTS), "what the new weights gave is stored again"
+    assert other.run(PROMPTS).cached_tokens == hits(PROMPTS), "another namespace keeps its keys"
+    for each in (engine, other):
+        each.stop()
+
+
+@pytest.mark.shows("`mode` shadow")
+def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> None:
+    filler, shadow = site.engine(), site.engine(extra={"mode": "shadow"})
+    filler.run(PROMPTS)
+    site.fresh(filler)
+    filler.stop()
+    served(shadow.run(PROMPTS), right, [0] * len(PROMPTS))
+    found = counters(shadow)
+    assert found["hints"] == len(PROMPTS)
+    assert found.get("loads", 0) == found.get("saves", 0) == 0
+    site.assert_idle()
+    shadow.stop()
+
+
+@pytest.mark.shows("producers and consumers")
+def test_producers_never_load_and_consumers_never_save(site: Site, right: list[list[int]]) -> None:
+    producer = site.engine(role="kv_producer", extra={"cache_prefix": "roles"})
+    consumer = site.engine(role="kv_consumer", extra={"cache_prefix": "roles"})
+    assert consumer.run(PROMPTS).cached_tokens == [0] * len(PROMPTS)
+    for _ in range(2):
+        assert producer.run(PROMPTS).cached_tokens == [0] * len(PROMPTS)
+        site.fresh(producer)
+    site.fresh(consumer)
+    served(consumer.run(PROMPTS), right, hits(PROMPTS))
+    assert counters(consumer).get("saves", 0) == 0
+    for each in (producer, consumer):
+        each.stop()

@@ -1,7 +1,6 @@
-"""Reads, writes and spoils values in a store: with two KV blocks swapped, a load must give other tokens.
+"""Reads, writes and removes values in a store. Mooncake's client runs in a process of its own.
 
-Every comparison of tokens needs this control: where a swap does not change them, equal tokens prove nothing. Mooncake's
-client runs in a process of its own, because its calls can crash the process and its close holds the GIL.
+Its calls can crash the process, and its close holds the GIL.
 """
 
 from __future__ import annotations
@@ -57,54 +56,40 @@ def block_keys(
     return [prefix + each.hex() for each in chunk_hashes(tokens, block_size)]
 
 
-def swap_values(config: Path, first: str, second: str, *, host_ip: str = "127.0.0.1") -> None:
-    """Exchange the values of two keys in the store that ``config`` names; they must differ and have one size.
-
-    Take blocks of two *different* prompts. Two blocks of one prompt exchanged change nothing: keys carry their position
-    (rotary embedding is applied before they are cached), and attention does not care in which order it meets them.
-    """
-    _ask({"op": "swap", "keys": [first, second]}, config, host_ip)
-
-
-def read_digests(
-    config: Path, keys: Sequence[str], size: int | None = None, *, host_ip: str = "127.0.0.1"
-) -> list[str | None]:
+def read_digests(config: Path, keys: Sequence[str], size: int | None = None) -> list[str | None]:
     """sha256 of each key's value, None where the store has none: compares what two writers stored.
 
     `size`: of so many bytes of each, from its begin.
     """
-    return _ask({"op": "digests", "keys": list(keys), "size": size}, config, host_ip)
+    return _ask({"op": "digests", "keys": list(keys), "size": size}, config)
 
 
-def remove(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> None:
+def remove(config: Path, keys: Sequence[str]) -> None:
     """Remove keys, leased ones too, so that another writer can be compared."""
-    _ask({"op": "remove", "keys": list(keys)}, config, host_ip)
+    _ask({"op": "remove", "keys": list(keys)}, config)
 
 
-def unleased(config: Path, keys: Sequence[str], *, host_ip: str = "127.0.0.1") -> list[str]:
+def unleased(config: Path, keys: Sequence[str]) -> list[str]:
     """Remove the keys that no lease protects, and return them; those that are missing count too."""
-    return [key for key in _ask({"op": "unleased", "keys": list(keys)}, config, host_ip) if key is not None]
+    return [key for key in _ask({"op": "unleased", "keys": list(keys)}, config) if key is not None]
 
 
-def put(config: Path, values: Mapping[str, bytes], segment: str, *, host_ip: str = "127.0.0.1") -> None:
+def put(config: Path, values: Mapping[str, bytes], segment: str) -> None:
     """Store values in the memory of one storage node (:attr:`tests.lab.store.Store.segments`)."""
-    _ask(
-        {"op": "put", "keys": list(values), "values": [v.hex() for v in values.values()], "segment": segment},
-        config,
-        host_ip,
-    )
+    found = [value.hex() for value in values.values()]
+    _ask({"op": "put", "keys": list(values), "values": found, "segment": segment}, config)
 
 
 class Reader:
     """A client of the store that ``config`` names, in a process of its own, for many questions; a context manager."""
 
-    def __init__(self, config: Path, *, host_ip: str = "127.0.0.1") -> None:
-        self._config, self._host_ip = config, host_ip
+    def __init__(self, config: Path) -> None:
+        self._config = config
 
     def __enter__(self) -> Reader:
         self._errors = tempfile.TemporaryFile()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.lab.control", str(self._config), self._host_ip],
+            [sys.executable, "-m", "tests.lab.control", str(self._config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -146,8 +131,8 @@ class Reader:
         raise ControlError(f"exit code {self._child.wait()}: {text[-2000:]}")
 
 
-def _ask(command: dict[str, object], config: Path, host_ip: str) -> list[str | None]:
-    with Reader(config, host_ip=host_ip) as reader:
+def _ask(command: dict[str, object], config: Path) -> list[str | None]:
+    with Reader(config) as reader:
         return reader.ask(command)
 
 
@@ -158,7 +143,7 @@ def _main() -> None:
 
     store = MooncakeDistributedStore()
     code = store.setup(
-        sys.argv[2],
+        settings["master_server_address"].partition(":")[0],  # of this machine, on the side of the link
         settings["metadata_server"],
         0,
         64 << 20,
@@ -206,18 +191,7 @@ def _do(store: Any, command: dict[str, Any]) -> list[str | None]:
         return [None if store.remove(key) == HAS_LEASE else key for key in keys]
     found = store.batch_is_exist(keys)
     values = [_value(store, key) if code == 1 else None for key, code in zip(keys, found, strict=True)]
-    if command["op"] == "swap":
-        missing = [key for key, value in zip(keys, values, strict=True) if not value]
-        if missing:
-            raise ControlError(f"not in the store: {missing}")
-        if values[0] == values[1] or len(values[0] or b"") != len(values[1] or b""):
-            raise ControlError(f"values are equal or differ in size: {keys}")
-        for key, value in zip(keys, reversed(values), strict=True):
-            # Forced: the gets above took leases.
-            for what, code in (("remove", store.remove(key, force=True)), ("put", store.put(key, value))):
-                if code != 0:
-                    raise ControlError(f"{what} {key}: {code}")
-    elif command["op"] == "remove":
+    if command["op"] == "remove":
         for key in keys:
             if (code := store.remove(key, force=True)) != 0:
                 raise ControlError(f"remove {key}: {code}")

@@ -13,45 +13,37 @@ CHUNK = 128  # tokens
 
 
 def make_gemma3(folder: Path, kv_heads: int = 1) -> Path:
-    """Write (or find) the checkpoint; return its folder. Its greedy output depends on every block of the prompt."""
+    """Write the checkpoint; return its folder. Its greedy output depends on every block of the prompt."""
     import transformers
 
-    if (folder / "config.json").exists():
-        return folder
     config = transformers.Gemma3TextConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=4096, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=64,
     )  # fmt: skip
-    _write(folder, config)
-    return folder
+    return _write(folder, config)
 
 
 def make_llama4(folder: Path, every: int = 2) -> Path:
-    """Write (or find) the checkpoint, without experts; return its folder. Each `every`-th layer has no chunks."""
+    """Write the checkpoint, without experts; return its folder. Each `every`-th layer has no chunks."""
     import transformers
 
-    if (folder / "config.json").exists():
-        return folder
     config = transformers.Llama4TextConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, intermediate_size_mlp=256,
         num_hidden_layers=2 * every, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
         max_position_embeddings=4096, attention_chunk_size=CHUNK, no_rope_layer_interval=every,
         interleave_moe_layer_step=0, moe_layers=[], num_local_experts=1, architectures=["Llama4ForCausalLM"],
     )  # fmt: skip
-    _write(folder, config)
-    return folder
+    return _write(folder, config)
 
 
 def make_granite(folder: Path, kv_heads: int = 1) -> Path:
-    """Write (or find) the checkpoint; return its folder. The state of a layer fits the bytes of a block of 32 tokens.
+    """Write the checkpoint; return its folder. The state of a layer fits the bytes of a block of 32 tokens.
 
     vLLM's CPU build fails in a prompt's last step if a block ends inside it: let a step have little more than a block.
     """
     import transformers
 
-    if (folder / "config.json").exists():
-        return folder
     config = transformers.GraniteMoeHybridConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, shared_intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=2, num_key_value_heads=kv_heads, max_position_embeddings=4096,
@@ -59,19 +51,16 @@ def make_granite(folder: Path, kv_heads: int = 1) -> Path:
         mamba_d_head=64, mamba_n_groups=1, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=32,
         position_embedding_type="rope", architectures=["GraniteMoeHybridForCausalLM"],
     )  # fmt: skip
-    _write(folder, config)
-    return folder
+    return _write(folder, config)
 
 
 def make_qwen3_next(folder: Path) -> Path:
-    """Write (or find) the checkpoint; return its folder. vLLM's CPU build runs it in bfloat16 alone.
+    """Write the checkpoint; return its folder. vLLM's CPU build runs it in bfloat16 alone.
 
     The state of a layer fits the bytes of a block of 32 tokens. vLLM wants a layer with experts.
     """
     import transformers
 
-    if (folder / "config.json").exists():
-        return folder
     config = transformers.Qwen3NextConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, head_dim=256, max_position_embeddings=4096,
@@ -80,8 +69,7 @@ def make_qwen3_next(folder: Path) -> Path:
         linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128, linear_value_head_dim=128,
         architectures=["Qwen3NextForCausalLM"],
     )  # fmt: skip
-    _write(folder, config, A_log=-3.0)  # a state that forgets slowly
-    return folder
+    return _write(folder, config, A_log=-3.0)  # a state that forgets slowly
 
 
 def make_eagle(folder: Path) -> Path:
@@ -147,7 +135,7 @@ def windows_among_states() -> None:
     module.Attention = layer
 
 
-def _write(folder: Path, config: Any, **filled: float) -> None:
+def _write(folder: Path, config: Any, **filled: float) -> Path:
     """Write a model of random weights in which what other tokens say outweighs what the last one says.
 
     `filled`: the values of vectors with these names, which transformers would draw without our seed.
@@ -167,3 +155,4 @@ def _write(folder: Path, config: Any, **filled: float) -> None:
             elif "post_attention" in name or "q_norm" in name:
                 parameter.fill_(3.0)
     model.save_pretrained(folder)
+    return folder
