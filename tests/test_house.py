@@ -111,7 +111,13 @@ def test_the_commit_hooks_run_the_linters_of_make_check() -> None:
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="this environment has everything")
 def test_tests_that_need_what_is_not_installed_are_skipped_when_they_are_run_alone() -> None:
     """`make check` leaves them out; a contributor names a folder or a file."""
-    alone = ("gpu", "scheduler", "e2e/test_sessions.py", "lab/test_lab.py", "daemon/telemetry/test_status_page.py")
+    alone = (
+        "gpu",
+        "scheduler",
+        "e2e/test_waiting.py",
+        "lab/test_lab.py",
+        "daemon/telemetry/test_status_page.py",
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in alone)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout

@@ -1,7 +1,7 @@
-"""Ten requests that are slow for ten reasons: `kvprefetchd explain` and `top` alone name each reason.
+"""Requests that are slow for nine reasons: `kvprefetchd explain` and `top` alone name each reason.
 
-The daemon, the store, the link and the disk are real, and the engine's scheduler is played;
-`tests/e2e/test_slow_requests.py` has full places with a real engine.
+The daemon, the store and the link are real, and the engine's scheduler is played;
+`tests/e2e/test_waiting.py` has full places with a real engine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
 from tests.daemon.stores import blocks, stored
-from tests.lab import link, slow_disk
+from tests.lab import link
 from tests.lab.daemon import Daemon
 from tests.lab.process import frozen
 from tests.lab.store import Store
@@ -95,19 +94,7 @@ def large(name: str, count: int) -> dict[bytes, bytes]:
     return {digest: value * (MB // len(value)) for digest, value in blocks(name, count).items()}
 
 
-def keep_fetching(daemon: Daemon, engine: FakeEngine, prompts: list[list[bytes]], path: str) -> int:
-    """Load prompts that do not fit staging together, until the daemon knows how fast the store usually is.
-
-    Return the number of the prompt that is longest out of staging.
-    """
-    until, turn = time.monotonic() + 5.0, 0
-    while time.monotonic() < until or "hour" not in ask_daemon(daemon.socket).rates.get(path, {}):
-        assert engine.load(prompts[turn % len(prompts)], name=f"usual-{turn}") is not None
-        turn += 1
-    return turn % len(prompts)
-
-
-# --- the store, the link, the disk ------------------------------------------------------------------------------------
+# --- the store and the link ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.stress  # a quarter of a minute: what is usual must be known first
@@ -125,42 +112,19 @@ def test_a_slow_link() -> None:
             save(engine, prompt)
         stored(daemon, 64)
         names = [list(prompt) for prompt in prompts]
-        turn = keep_fetching(daemon, engine, names, "memory")
+        turns, until = itertools.count(), time.monotonic() + 5.0
+        # Prompts that do not fit staging together, until the daemon knows how fast the store usually is.
+        while time.monotonic() < until or "hour" not in ask_daemon(daemon.socket).rates.get("memory", {}):
+            assert engine.load(names[next(turns) % 8]) is not None
         wire.limit(20)
-        wait_for(engine, names[turn], "on-a-slow-link")
+        wait_for(engine, names[next(turns) % 8], "on-a-slow-link")
         cause = told(daemon, "on-a-slow-link", "slow link", "fetches from memory: now ")
         assert cause.startswith("Cause: the link was slow: the store gave "), cause
         assert "; its last hour " in cause
-        later = itertools.count(turn + 1)
-        eventually(lambda: engine.load(names[next(later) % 8]) and daemon.records("fetch.slow"), 60, "a warning")
+        eventually(lambda: engine.load(names[next(turns) % 8]) and daemon.records("fetch.slow"), 60, "a warning")
         [warned, *_] = daemon.records("fetch.slow")
         assert warned["path"] == "memory"
         assert warned["bytes_s"] < 0.25 * warned["hour_bytes_s"]
-        engine.close()
-
-
-@pytest.mark.stress  # a quarter of a minute: what is usual must be known first
-def test_a_slow_disk(tmp_path: Path) -> None:
-    if why_not := slow_disk.available(tmp_path):
-        pytest.skip(why_not)
-    extra = ("--chunk", "2MiB", "--call-timeout-ms", "60000")
-    with Daemon(memory="256MiB", disk=f"{tmp_path}/disk:512MiB", staging="24MiB", extra=extra) as daemon:
-        engine = FakeEngine(daemon.socket, block_bytes=MB)
-        prompts = [large(f"disk-{number}", 4) for number in range(8)]
-        for prompt in prompts:
-            save(engine, prompt)
-        stored(daemon, 32)
-        engine.close()
-        assert daemon.sigterm(60) == 0
-        daemon.start()
-        engine = FakeEngine(daemon.socket, block_bytes=MB)
-        names = [list(prompt) for prompt in prompts]
-        turn = keep_fetching(daemon, engine, names, "disk")
-        with slow_disk.SlowDisk(tmp_path / "disk", 0.15):
-            wait_for(engine, names[turn], "on-a-slow-disk")
-        cause = told(daemon, "on-a-slow-disk", "slow disk")
-        assert cause.startswith("Cause: the disk was slow: the store gave "), cause
-        assert "; its last hour " in cause
         engine.close()
 
 
