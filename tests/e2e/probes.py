@@ -40,11 +40,6 @@ def attached(engine: Any) -> bool:
     return session is not None and bool(session.alive(time.monotonic_ns()))
 
 
-def kv_spec_fields(engine: Any) -> list[str]:
-    """Return the field names of the workers' KV specification."""
-    return list(vars(_scheduler(engine).kv_cache_config.kv_cache_groups[0].kv_cache_spec))
-
-
 def vllm_version(engine: Any) -> str:
     """Return the version of the engine's vLLM."""
     import vllm
