@@ -100,7 +100,7 @@ def test_a_decode_engine_takes_from_its_peer_and_from_the_store(
     check("gone", lost, stored)
 
     for steps in range(3):
-        params = handed_over(prefill, f"a{steps} {decoder}")[0]
+        params = served(prefill, f"a{steps} {decoder}", [REMOTE], 1)[0]["params"]
         decode.call("tests.e2e.disaggregated:abort", f"abort-{steps}", PROMPTS[0], params, steps)
     assert decode.call("tests.e2e.disaggregated:step_until_idle")
     assert decode.reset_prefix_cache(), "no block is held"

@@ -49,8 +49,6 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = True
-    threads: int = 1
-    """OpenMP threads of each worker."""
     own_worker: bool = False
     """Whether the worker of one rank is a process of its own. Without, as vLLM does by default, worker and scheduler
     share a process and, with one OpenMP thread, a core: neither of them spins for the other's answer on another."""
@@ -97,7 +95,7 @@ class EngineSpec:
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_HOST_IP": self.host_ip,
             "VLLM_LOGGING_LEVEL": "INFO",  # tests read what the connector logs
-            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_NUM_THREADS": "1",
             "KMP_BLOCKTIME": "0",
             # A worker bound to one core starves Mooncake's transport threads, which inherit the binding.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -125,12 +123,10 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, *, template: Template | None = None) -> None:
         self.spec = spec
-        own = "PYTHONPATH" in spec.env or spec.threads != 1 or spec.python != Path(sys.executable)
+        own = "PYTHONPATH" in spec.env or spec.python != Path(sys.executable)
         self._template = None if own else template
         self.scratch = process.scratch("engine")
         self.log = self.scratch / "engine.log"
-        self.start_s = 0.0
-        """How long the engine took to start."""
         # Short and outside the checkout: it holds Unix sockets, whose paths may have 107 bytes.
         self._rpc = tempfile.mkdtemp(prefix="kvl-")
         self._child: subprocess.Popen[bytes] | Forked | None = None
@@ -146,7 +142,6 @@ class Engine:
 
     def start(self) -> None:
         """Start the child and wait until the engine can serve."""
-        begun = time.monotonic()
         env = {**os.environ, **self.spec.environment(), process.PARENT_VARIABLE: str(os.getpid())}
         # One folder per engine: upstream's connector names its lookup socket after the host only.
         env["VLLM_RPC_BASE_PATH"] = self._rpc
@@ -169,7 +164,6 @@ class Engine:
         except BaseException:
             self.stop()
             raise
-        self.start_s = time.monotonic() - begun
 
     def stop(self) -> None:
         """End the engine: ask it to shut down, then kill what is left of its processes."""
