@@ -51,7 +51,7 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, plain: Engine, load_mod
     engine.stop()
 
 
-@pytest.mark.stress  # as test_groups, in the default run; tests/daemon/cli/test_warm.py has one group, without vLLM
+@pytest.mark.stress  # as test_groups, in the default run; tests/daemon/cli/test_prefetch.py has one group, without vLLM
 @pytest.mark.shows("warmed prompts")
 def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
     engine = site.engine(extra={"cache_prefix": "warm"})
