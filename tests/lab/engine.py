@@ -43,8 +43,8 @@ class EngineSpec:
     max_model_len: int = 2048
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 2048
-    num_gpu_blocks: int | None = None
-    """Blocks in the KV pool; None lets vLLM fill a GiB."""
+    num_gpu_blocks: int = 1024
+    """Blocks in the KV pool: vLLM clears them all at each start, and would fill a GiB."""
     kv_transfer: KVTransfer | None = None
     tensor_parallel_size: int = 1
     scheduling_policy: str = "fcfs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import importlib
 import json
@@ -73,6 +74,8 @@ class Child:
 
     def stop(self) -> None:
         if self._engine is not None:
+            gc.freeze()
+            gc.unfreeze = lambda: None  # vLLM looks for garbage again and again, which takes a second at the end
             self._engine.engine_core.shutdown()
 
     def _start(self, engine_args: dict[str, Any], prepare: str) -> dict[str, Any]:
