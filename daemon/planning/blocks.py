@@ -139,6 +139,13 @@ class Blocks:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    def gives_back(self, slots: Sequence[int], lane: Lane | None) -> bool:
+        """Whether only one request holds a staged block (of this lane) in these slots, and would free it."""
+        return any(
+            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
+            for run in self.runs(slots)
+        )
+
     def pin(self, run: Run, number: int) -> None:
         """Add this request's pin."""
         if run.pins == 0:

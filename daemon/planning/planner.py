@@ -342,9 +342,10 @@ class Planner:
         """
         urgency = taker.urgency
         less = [(its, each) for each in self._holdings.holders.values() if (its := each.urgency) > urgency]
-        able = islice((each for _, each in sorted(less, reverse=True) if self._gives_back(each, lane)), MAX_TRIES)
+        able = (each for _, each in sorted(less, reverse=True) if self.blocks.gives_back(each.held, lane))
+        tried = islice(able, MAX_TRIES)
         # No engine reads the flag of an announced request.
-        request = next((each for each in able if each.announced is not None or self._flags.take_back(each.key)), None)
+        request = next((each for each in tried if each.announced is not None or self._flags.take_back(each.key)), None)
         if request is None:
             return False
         self._holdings.take_back(request)
@@ -353,13 +354,6 @@ class Planner:
         else:  # void since a reset
             self._holdings.advance(request)
         return True
-
-    def _gives_back(self, request: Request, lane: Lane | None) -> bool:
-        """Whether it alone holds a staged block (of this lane)."""
-        return any(
-            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
-            for run in self.blocks.runs(request.held)
-        )
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
         """If no slot will be freed, end a request's prefix at the blocks it has; False if waiting can still help.
