@@ -12,7 +12,7 @@ only part of it, and joins neighbours that one request alone holds.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, islice
@@ -40,6 +40,7 @@ class Blocks:
         self._lost = lost
         self.used = [0, 0]  # slots of each lane that are pinned or being written
         self.pinned = 0
+        self.sole = Counter[int]()  # number of a request -> blocks that it alone pins
         self.wasted = [0, 0]  # blocks of each lane
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
@@ -153,19 +154,27 @@ class Blocks:
             if not run.in_call:
                 del self._idle[run]
                 self.used[run.lane] += len(run)
-        run.pins += 1
-        run.holders += number
+        self._change_pins(run, 1, number)
 
     def unpin(self, slots: Sequence[int], number: int) -> None:
         """Remove this request's pins of these slots."""
         self.cut(slots[0])
         self.join(slots, 0, len(slots))
         for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
-            run.pins -= 1
-            run.holders -= number
+            self._change_pins(run, -1, -number)
             if run.pins == 0:
                 self.pinned -= len(run)
                 self._settle(run)
+
+    def _change_pins(self, run: Run, change: int, number: int) -> None:
+        if run.pins == 1:
+            self.sole[run.holders] -= len(run)
+            if not self.sole[run.holders]:
+                del self.sole[run.holders]
+        run.pins += change
+        run.holders += number
+        if run.pins == 1:
+            self.sole[run.holders] += len(run)
 
     def ahead(self, slots: Sequence[int], until_ns: int) -> None:
         """Note that an announced request staged these slots: what it alone pins makes room for hints, until then."""
@@ -314,5 +323,6 @@ class Blocks:
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
+        assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
         return {slot for run in runs if run.unloaded for slot in run.slots}

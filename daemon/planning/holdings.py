@@ -18,7 +18,6 @@ class Holdings:
     def __init__(self, blocks: Blocks, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
         self.changes: deque[Broken | Publication | TakenBack] = deque()
-        self.holders: dict[int, Request] = {}  # the requests that hold slots, by number
 
     def pin_known(self, request: Request, stop: int) -> None:
         """Pin the request's next blocks, up to the first that is neither in staging nor on its way."""
@@ -32,7 +31,6 @@ class Holdings:
         if request.announced is None:
             run.ahead_until_ns = 0
         request.held.extend(run.slots)
-        self.holders[request.sequence] = request
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
         """Publish what the staged blocks show; final once no more will come. `now_ns`: 0 if no bytes arrived."""
@@ -138,8 +136,6 @@ class Holdings:
 
     def _give_back(self, request: Request, slots: array[int]) -> None:
         """Remove the request's pins of these slots, which it holds no more."""
-        if not request.held:
-            self.holders.pop(request.sequence, None)
         if slots:
             self._blocks.unpin(slots, request.sequence)
             self._queues.changed()

@@ -340,8 +340,8 @@ class Planner:
 
         Only of a request that is less urgent than the taker, and unclaimed.
         """
-        urgency = taker.urgency
-        less = [(its, each) for each in self._holdings.holders.values() if (its := each.urgency) > urgency]
+        urgency, alone = taker.urgency, (self._numbers[each] for each in self.blocks.sole)
+        less = [(its, each) for each in alone if (its := each.urgency) > urgency]
         able = (each for _, each in sorted(less, reverse=True) if self.blocks.gives_back(each.held, lane))
         tried = islice(able, MAX_TRIES)
         # No engine reads the flag of an announced request.
@@ -368,12 +368,12 @@ class Planner:
         holds_all = len(held) >= self.blocks.slot_count - len(stuck) - self.blocks.lost
         of_lane = sum(held.values()) >= self.blocks.disk_slots - sum(stuck)
         if not (holds_all or (lane is Lane.DISK and of_lane)):
-            holders = self._holdings.holders.values()
-            waiting = (each for each in holders if each.limit >= 0)
-            first = min(waiting, key=lambda each: each.urgency, default=None)
-            if first is None or any(each.final for each in holders):
+            if any(each.final and each.held for each in self.requests.values()):
                 return False
-            request = first
+            waiting = [each for each in self.requests.values() if each.held and each.limit >= 0]
+            if not waiting:
+                return False
+            request = min(waiting, key=lambda each: each.urgency)
         self._holdings.stop(request, Failure("no_room"))
         return True
 

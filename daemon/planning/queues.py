@@ -1,7 +1,7 @@
 """Requests by urgency: which one gets the next blocks of a lane. Pure.
 
-The cost of an event does not grow with the requests that wait: the heaps drop outdated entries when these come up, and
-a lane that found no room is not tried again before something changed.
+The cost of an event does not grow with the requests that wait for room: the heaps drop outdated entries when these come
+up, and a lane that found no room is not tried again before something changed.
 """
 
 from __future__ import annotations

@@ -30,6 +30,27 @@ def test_a_long_queue_makes_no_hint_dearer() -> None:
     assert cost(10_000) < 15 * cost(100)
 
 
+def test_requests_that_share_what_they_hold_make_no_victim_dearer() -> None:
+    """None of them gives room back, so none is weighed when room is looked for."""
+
+    def cost(waiting: int) -> float:
+        planner, _ = planned(3, 16)
+        hit(planner, 0, "shared", "own")
+        run(planner)
+        for number in range(1, waiting):
+            hit(planner, number, "shared", f"q{number}")
+            run(planner)
+        rounds = []
+        for _ in range(200):
+            planner.tick()
+            started = time.perf_counter()
+            run(planner)
+            rounds.append(time.perf_counter() - started)
+        return sorted(rounds)[20]
+
+    assert cost(5000) < 15 * cost(50)
+
+
 def test_requests_that_ended_behind_one_that_waits_are_forgotten() -> None:
     planner, _ = planned(1, 1)
     hit(planner, 0, "a", priority=-1)
