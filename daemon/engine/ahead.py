@@ -134,13 +134,14 @@ class Ahead:
         new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
         self._known[number] = new
         self._lengths[new.size].add(number)
-        size = sum(len(each.hashes) for each in self._known.values())
+        waiting = [each for each in self._known.values() if not each.done]
+        size = sum(len(each.hashes) for each in waiting)
         if not new.blocks:
             self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
         elif not self._partial and new.blocks > (most := min(order.most_blocks, self._room)):
             text = f"an engine with several KV groups stages whole prompts: blocks={new.blocks} max={most}"
             self._over(number, "rejected", text)
-        elif sum(not each.done for each in self._known.values()) > MAX_WAITING:
+        elif len(waiting) > MAX_WAITING:
             self._over(number, "rejected", f"too many announcements wait for this engine: max={MAX_WAITING}")
         elif size > MAX_BYTES:
             text = f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}"
@@ -153,23 +154,25 @@ class Ahead:
 
     def next_wanted(self, now_ns: int) -> Wanted | None:
         """Return the most urgent prompt to hint; None while enough are at work."""
-        while self._waiting and len(self._at_work) < AT_WORK:
+        if not self._waiting or len(self._at_work) >= AT_WORK:
+            return None
+        free = self._room_now() - self.blocks  # one that waits takes nothing
+        while self._waiting:
             number = self._waiting[0][2]
             if (each := self._known.get(number)) is None:
                 heapq.heappop(self._waiting)
                 continue
             wanted = min(each.blocks, each.order.most_blocks)
-            left = self._room_now() - self.blocks
-            if left < wanted and self._asking:
+            if free < wanted and self._asking:
                 return None  # until the store said what is there already
             heapq.heappop(self._waiting)
-            if left <= 0 or (left < wanted and not self._partial):
+            if free <= 0 or (free < wanted and not self._partial):
                 text = "no room until other announcements have their requests, or their time is over"
-                self._over(number, "rejected", f"{text}: blocks={wanted} left={max(0, left)}")
+                self._over(number, "rejected", f"{text}: blocks={wanted} left={max(0, free)}")
                 continue
             self._keys += 1
             self._at_work[FLAG, self._keys] = number
-            each.planned = min(wanted, left)
+            each.planned = min(wanted, free)
             hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
             announced = Announced(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
