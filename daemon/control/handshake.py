@@ -19,6 +19,7 @@ from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory, groups_of
 from ..engine.transfers import check_replicas
 from ..telemetry.events import Ending
+from .access import NOT_ALLOWED
 from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
 from .group import Group, Peer
@@ -187,8 +188,12 @@ class Handshake:
         if isinstance(memory, BaseException):
             self._refuse_engine(group, memory)
             return
-        epoch = group.epoch = self._epochs.attach(memory, group.engine())
         assert group.scheduler is not None
+        if not self._connections.access.may_attach(group.scheduler.credentials):  # since a reload
+            self._epochs.reservations.free(memory)
+            self._refuse_engine(group, ValueError(f"uid={group.uid} {NOT_ALLOWED}"))
+            return
+        epoch = group.epoch = self._epochs.attach(memory, group.engine())
         epoch.parts.send = group.scheduler.send
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)
         self._hand_over(group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.shmring.wire.attach import Notice, Refused
 from kvprefetch.shmring.wire.codec import receive_message
 from tests.support.fake_engine import FakeEngine, answer
+from tests.support.ordinary import effective_user
 
 
 class RefusedEpochs:
@@ -44,12 +47,27 @@ class RefusedEpochs:
     def withdraw(self, number: int) -> None: ...
 
 
+class SlowEpochs(RefusedEpochs):
+    """Memory is a long time in the making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[int] = []
+        self.freed: list[Any] = []
+
+    def want(self, number: int, config: Any, engine: Any) -> None:
+        self.wanted.append(number)
+
+    def free(self, memory: Any) -> None:
+        self.freed.append(memory)
+
+
 class Served:
     """A control socket at `path` without a daemon around it."""
 
-    def __init__(self, path: Path) -> None:
-        config = DaemonConfig.model_validate({"socket": str(path), "max_engines": 1})
-        log, epochs = structlog.get_logger(), RefusedEpochs()
+    def __init__(self, path: Path, epochs: RefusedEpochs, **settings: Any) -> None:
+        config = DaemonConfig.model_validate({"socket": str(path), "max_engines": 1, **settings})
+        log = structlog.get_logger()
         shared = SimpleNamespace(config=config, log=log, refusals=Refusals())
         self.path, self.epoll, self.epochs, self.now_ns = path, select.epoll(), epochs, 0
         self.control = Control(listen(config), shared, epochs, self.epoll)  # type: ignore[arg-type]
@@ -62,13 +80,16 @@ class Served:
             self.control.ready([fd for fd, _ in self.epoll.poll(0)], self.now_ns)
             waits = self.control.carry_on(self.now_ns) or bool(self.epoll.poll(0))
 
+    def close(self) -> None:
+        self.control.close()
+        self.epoll.close()
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path / "d.sock")
+    served = Served(tmp_path / "d.sock", RefusedEpochs())
     yield served
-    served.control.close()
-    served.epoll.close()
+    served.close()
 
 
 def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes_on(served: Served) -> None:
@@ -82,6 +103,27 @@ def test_an_engine_whose_memory_the_store_refuses_is_refused_and_the_daemon_goes
             assert sock.recv(1) == b""
         assert served.epoll.poll(0) == []
         engine.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_engine_whose_user_may_attach_no_more_when_its_memory_comes_gets_none() -> None:
+    other, memory, epochs = 4242, object(), SlowEpochs()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        served = Served(Path(folder, "d.sock"), epochs, socket_mode="0666", allow_uids=[other])
+        with effective_user(other):
+            engine = FakeEngine(served.path, attach=False)
+            peers = engine.greet_all()
+        served.turn()
+        os.chown(served.path, -1, other + 1)  # a group that the engine's processes do not have
+        served.control.reload(DaemonConfig.model_validate({"socket": str(served.path), "socket_mode": "0666"}))
+        epochs.done = [Reserved(epochs.wanted[0], memory)]  # type: ignore[arg-type]
+        served.turn()
+        for sock in peers:
+            assert f"uid={other} may not attach" in answer(sock, Refused).error
+        assert epochs.freed == [memory]
+        engine.close()
+        served.close()
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [(1, "0"), (3, "0, 2"), (40, "0, 2, 3, 4, 5, 6, 7, 8, …")])
