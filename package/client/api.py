@@ -73,12 +73,11 @@ class Client:
         """Look until the status is `enough`, for `wait_s` at most; return what was seen last. Raises Unavailable."""
         deadline = time.monotonic() + wait_s
         while True:
-            over = time.monotonic() >= deadline
             try:
                 seen = look(self.socket, ids=ids, timeout_s=self._timeout_s)
-                if over or enough(seen):
+                if enough(seen) or time.monotonic() >= deadline:
                     return seen
             except Unavailable:
-                if over:
+                if time.monotonic() >= deadline:
                     raise
             time.sleep(LOOK_S)
