@@ -157,7 +157,10 @@ class CudaCopies(PlainCopies):
 
 
 def _by_session(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Join the copies of each session; nearly always there is one session."""
+    """Join the copies of each session; nearly always there is one session, and one copy."""
+    if len(copies) == 1:  # its array of slots, which NumPy takes a hundred times as fast as a list
+        yield copies[0]
+        return
     for session in {copy.session.epoch: copy.session for copy in copies}.values():
         mine = [copy for copy in copies if copy.session is session]
         yield Copy(session, [*chain(*(one.slots for one in mine))], [*chain(*(one.block_ids for one in mine))])

@@ -147,6 +147,7 @@ class Launcher:
         self._units, self._processors = units, device.processors
         self.kernel = device.kernel(SOURCE, KERNEL)
         self._step = np.zeros(1, STEP)
+        self._slots, self._blocks = self._step["slots"][0], self._step["blocks"][0]
         self._step["pieces"], self._step["units"], self._step["slot_bytes"] = pieces, units, slot_bytes
         self.kernel.launch(1, THREADS, self._step, stream)
 
@@ -159,7 +160,7 @@ class Launcher:
     ) -> None:
         """Queue the copies of up to STEP_BLOCKS pairs, by up to `most` blocks of threads. Raises DeviceError."""
         count = len(slots)
-        self._step["slots"][0, :count], self._step["blocks"][0, :count] = slots, block_ids
+        self._slots[:count], self._blocks[:count] = slots, block_ids
         self._step["count"], self._step["gather"] = count, gather
         grid = grid_for(self._units, count, self._processors)
         self.kernel.launch(grid if most is None else min(grid, most), THREADS, self._step, stream)
