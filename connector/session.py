@@ -45,7 +45,6 @@ class SchedulerSession:
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
         self.epoch = layout.epoch
-        self.layout = layout
         words = Words(segment.buffer)
         self.flags = FlagAllocator(segment.buffer, words, layout)
         self.credits = CreditTaker(segment.buffer, words, layout)

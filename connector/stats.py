@@ -72,8 +72,8 @@ class KVPrefetchStats(KVConnectorStats):
 class Tally(Counter[str]):
     """Growing counts, and their values in the last report. Times are counted in ns and reported in seconds."""
 
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        super().__init__(counts)
+    def __init__(self) -> None:
+        super().__init__()
         self._reported: dict[str, int] = {}
 
     def take(self) -> KVPrefetchStats | None:

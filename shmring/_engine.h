@@ -38,7 +38,6 @@ typedef struct {
 } Handle;
 
 extern PyTypeObject *flags_type, *handle_type;
-extern PyObject *array_type; /* array.array */
 
 /* Returns a flag word taken apart, as a flag_type. */
 PyObject *flag_of_word(Flags *self, uint64_t word);

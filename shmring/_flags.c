@@ -114,7 +114,7 @@ static PyObject *Flags_found(Flags *self, PyObject *index)
 
 static PyObject *Flags_disk(Flags *self, PyObject *index) { return blocks_of(self, index, 2, "disk"); }
 
-PyObject *array_type;
+static PyObject *array_type; /* array.array */
 
 PyObject *slots_of(Flags *self, Py_ssize_t index, Py_ssize_t start, Py_ssize_t stop)
 {

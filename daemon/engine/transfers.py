@@ -114,6 +114,10 @@ class RankLayout:
         prefixes = self._prefixes
         return [prefix + name[:-1].hex() for name in names for prefix in prefixes[name[-1]]]
 
+    def first_key(self, name: bytes) -> str:
+        """Return the key of the block's first shard, which is rank 0's."""
+        return self.prefixes[name[-1]][0] + name[:-1].hex()
+
     def by_block(self, names: Sequence[bytes], parts: Iterable[_T]) -> Iterator[list[_T]]:
         """Yield for each block what is said of each of its `keys`."""
         rest = iter(parts)
@@ -223,8 +227,7 @@ def look_up(
         on_disk = bytearray(len(names))
         if media and (held := [at for at, there in enumerate(present) if there]):
             size = layout.staging.block_bytes[0] + layout.staging.sum_bytes
-            hits = [names[at] for at in held]
-            where = store.media([first for first, *_ in layout.by_block(hits, layout.keys(hits))], size)
+            where = store.media([layout.first_key(names[at]) for at in held], size)
             for at, medium in zip(held, where, strict=True):
                 present[at], on_disk[at] = medium is not None, medium == "disk"
     except StoreUnavailable:

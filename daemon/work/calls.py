@@ -1,6 +1,6 @@
 """One blocking call as a record, and the caller that it runs for.
 
-Everything here runs on the main loop, but `Call.run`.
+A pool's threads take a call, run it, and note its result; everything else here runs on the main loop.
 """
 
 from __future__ import annotations
