@@ -92,7 +92,8 @@ def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> d
         if daemon.get("announced_s"):  # results of before have none
             found["announced_s"] = statistics.fmean(daemon["announced_s"])
             found["announced_staged"] = daemon["announced_staged"] / daemon["announced_blocks"]
-    return found
+    counts = passed.get("counts", {})
+    return found | {name: counts[name] for name in ("returning_s", "staged_share", "expired_bytes") if name in counts}
 
 
 FIGURES = {
@@ -112,6 +113,9 @@ FIGURES = {
     "transfer_s": "hint to last byte, s",
     "announced_s": "announced before the arrival, s",
     "announced_staged": "share of announced blocks staged at arrival",
+    "returning_s": "TTFT mean of turns that came back, s",
+    "staged_share": "share of their stored blocks that was staged at arrival",
+    "expired_bytes": "MB announced in vain, in all",
 }
 
 

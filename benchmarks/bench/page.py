@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.bench.figures import FIGURES, Figure, point_figures
 from benchmarks.bench.hiding import hiding, least_mean_s
-from benchmarks.bench.variants import ANNOUNCED, LOCAL, ON_DEMAND, OURS, RECOMPUTED, ours
+from benchmarks.bench.variants import ANNOUNCED, LOCAL, ON_DEMAND, OURS, RECOMPUTED, SESSIONS, ours
 
 Result = Mapping[str, Any]
-MEGABYTES = {"store_bytes", "wasted_bytes"}
+MEGABYTES = {"store_bytes", "wasted_bytes", "expired_bytes"}
 LEAST = "max(W, F)"  # stands for a variant
 # Other programs kept less than this busy on a quiet machine: interrupts and the kernel's own threads.
 DISTURBED_CORES = 0.2
@@ -130,7 +130,7 @@ def _comes_behind(result: Result) -> bool:
 
 def _mine(result: Result) -> str | None:
     ran = variants_of(result)
-    return next((name for name in (OURS, ANNOUNCED, *ran) if name in ran and ours(name)), None)
+    return next((name for name in (OURS, ANNOUNCED, SESSIONS, *ran) if name in ran and ours(name)), None)
 
 
 def _ratios(result: Result, mine: str, other: str) -> list[float]:

@@ -1,6 +1,10 @@
 """`make bench-serve`: a recorded trace through the HTTP server, by variant; one JSON as of `make bench`.
 
 As root, for the limited link.
+
+With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses.  Staging has
+as much as the sessions hold, a quarter of it for saves.  The store has what was known before the slice; engines save
+the rest.
 """
 
 from __future__ import annotations
@@ -13,20 +17,21 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import page, variants
 from benchmarks.bench.__main__ import ENVIRONMENT, FORMAT, PUBLISHED, WORK, write
-from benchmarks.bench.figures import point_figures, token_differences
+from benchmarks.bench.figures import token_differences
 from benchmarks.bench.served import Daemon as Columns
-from benchmarks.bench.served import Served
+from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import MODEL, Setting
 from benchmarks.machine import command, machine
 from benchmarks.serve import trace
-from benchmarks.serve.server import KEPT, Server, columns, replay
+from benchmarks.serve.server import KEPT, PREFIX, Server, columns, replay
+from benchmarks.serve.sessions import Line, of_requests, returning, staged_share
 from benchmarks.serve.trace import SHARED, TRACES
 from tests.lab import connectors, control, link, process
 from tests.lab.checkpoint import make_checkpoint
@@ -49,6 +54,7 @@ START_MIN = {"conversation": 30.0, "agents": 8.0}
 QUESTIONS = {
     "conversation": "What does prefetch bring in Mooncake's conversations, through the HTTP server?",
     "agents": "What does prefetch bring in sessions of coding agents, through the HTTP server?",
+    "sessions": "What does it bring if agents name their sessions, through the HTTP server?",
 }
 
 
@@ -84,6 +90,8 @@ class Run:
     def __init__(self, options: argparse.Namespace, some: trace.Slice) -> None:
         self._options, self._slice, self._begun = options, some, time.monotonic()
         self._chosen = options.variants.split(",")
+        self.live = variants.SESSIONS in self._chosen  # the store has what was known before, and engines save the rest
+        self.sessions = [f"agent-{each.session}" for each in some.calls]
         longest = -(-max(each.input_tokens + each.output_tokens for each in some.calls) // BLOCK) + 1
         mean = statistics.fmean((each.input_tokens + each.output_tokens) / BLOCK for each in some.calls)
         self._model = make_checkpoint(process.REPO / "build" / "checkpoints", MODEL)
@@ -106,11 +114,6 @@ class Run:
             "rounds": {"wanted": options.rounds, "done": 0}, "left_out": {}, "problems": [], "points": [],
             "tokens": {"compared": 0, "different": {}},
         }  # fmt: skip
-
-    @property
-    def live(self) -> bool:
-        """Whether the store has only what was known before the slice, and engines save the rest."""
-        return False
 
     def close(self) -> None:
         """Remove its folder."""
@@ -150,7 +153,7 @@ class Run:
             self._store = stack.enter_context(Store(memory="2 GB", link=self._link))
             config, ip = self._store.config, self._store.host_ip
             self._spec = self._spec.but(mooncake_config=config, host_ip=ip)
-            staging = f"{self.staging_bytes(size) >> 20}MiB"
+            staging = f"{self._staging_bytes(size) >> 20}MiB"
             self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
             self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
             with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
@@ -204,8 +207,10 @@ class Run:
         self.result["problems"].append(line)
         self.say(f"WARNING: {line}")
 
-    def staging_bytes(self, stored_bytes: int) -> int:
-        return max(64 << 20, stored_bytes // 2)
+    def _staging_bytes(self, stored_bytes: int) -> int:
+        """As much as the sessions hold where these are compared, and room for the longest prompt in any case."""
+        longest = 2 * self._spec.max_model_len * MODEL.kv_bytes_per_token
+        return max(longest, stored_bytes) if self.live else max(64 << 20, stored_bytes // 2)
 
     def _server(self, spec: EngineSpec) -> Any:
         return Server(spec, dict(os.environ))
@@ -246,11 +251,11 @@ class Run:
         """Serve the trace once with a new server."""
         self.say(f"starting {variant}")
         with self._serving(variant) as server:
-            lines = len(self._daemon.records("request.done"))
+            lines, told = (len(self._daemon.records(f"{each}.done")) for each in ("request", "announcement"))
             helpers = [self._daemon.pid, self._store.master_pid, *self._store.node_pids]
             before = (cpu_s(server.pids), cpu_s(helpers), self._link.received_bytes)
             others, begun, client = Interference(), time.monotonic(), children_s()
-            served, told = self._replayed(server, variant, pace)
+            served, names, more = self._replayed(server, variant, pace)
             # The client ended, so the processor time that it took counts as others', and is taken from that.
             cores = max(0.0, others.cores() - (children_s() - client) / (time.monotonic() - begun))
             served.engine_cpu_s = round(cpu_s(server.pids) - before[0], 2)
@@ -259,8 +264,12 @@ class Run:
             served.others_cores, served.load = round(cores, 2), round(os.getloadavg()[0], 2)
             if variants.ours(variant):
                 served.daemon = self._of_daemon(lines)
+            if self.live:
+                ended = list(of_requests(names, self._daemon.records("request.done")[lines:]))
+                announced = self._daemon.records("announcement.done")[told:]
+                more["counts"] = {**more.get("counts", {}), **self._of_sessions(served.requests, ended, announced)}
         self._tokens.append((variant, 0, served.tokens))
-        kept = {"variant": variant, **served.kept(), **told}
+        kept = {"variant": variant, **served.kept(), **more}
         if served.daemon is not None:
             kept["daemon"]["unused_bytes"] = self._unused_bytes
         times = [1e3 * each for each in served.requests.ttft_s]
@@ -269,16 +278,30 @@ class Run:
             f"p99 {percentile(times, 0.99):.0f}; {len(times) / served.total_s:.2f} requests/s; "
             f"link {served.link_bytes / 1e6:.0f} MB; CPU {served.engine_cpu_s:.1f} + {served.other_cpu_s:.1f} s; "
             f"others used {served.others_cores:.1f} cores"
+            + "".join(f", {name} {value}" for name, value in more.get("counts", {}).items())
         )
         return kept
 
-    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, dict[str, Any]]:
-        """Serve the trace; return what the pass gave, and what else the result keeps of it."""
-        limit_s = 120 + 4 * self._slice.span_s * pace
-        told = replay(server, self._model, self._trace, self._slice.chunk, pace, self._folder / "out.json", limit_s)
+    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, list[str], dict[str, Any]]:
+        """Serve the trace; return what the pass gave, how requests are called, and what else the result keeps of it."""
+        sessions = self.sessions if variant == variants.SESSIONS else []
+        limit_s, out = 120 + 4 * self._slice.span_s * pace, self._folder / "out.json"
+        told = replay(server, self._model, self._trace, self._slice.chunk, pace, out, limit_s, sessions)
         requests, answers = columns(told)
         served = Served(requests, total_s=round(told["duration"], 4), tokens=answers)
-        return served, {"vllm_bench": {name: told[name] for name in KEPT}}
+        names = [f"cmpl-{PREFIX}{number}" for number in range(len(self.sessions))]
+        return served, names, {"vllm_bench": {name: told[name] for name in KEPT}}
+
+    def _of_sessions(
+        self, requests: Requests, ended: Sequence[tuple[int, Line]], announced: Sequence[Line]
+    ) -> dict[str, float]:
+        """Return the mean of turns that came back, the share of their blocks that was there, and bytes in vain."""
+        times, block_bytes = requests.ttft_s, BLOCK * MODEL.kv_bytes_per_token
+        found = {"returning_s": round(statistics.fmean(times[each] for each in returning(self._slice)), 5)}
+        if (share := staged_share(ended, self._slice, BLOCK, block_bytes)) is not None:
+            expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
+            found |= {"staged_share": share, "expired_bytes": block_bytes * expired}
+        return found
 
     def _of_daemon(self, lines: int) -> Columns:
         found = Columns()
@@ -292,31 +315,6 @@ class Run:
     def _compare(self) -> None:
         compared, different = token_differences(self._tokens)
         self.result["tokens"] = {"compared": compared, "different": different}
-
-
-def shown(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a run by variant, beside their ratio to the ideal."""
-    lines = []
-    for point in result["points"]:
-        found = point_figures(point, result["block_bytes"])
-        ideal = found.get(variants.LOCAL)
-        for variant, figures in found.items():
-            parts = [f"{variant:22}"]
-            for name, scale, unit in (
-                ("mean_s", 1e3, "ms mean"), ("p50_s", 1e3, "ms p50"), ("p99_s", 1e3, "ms p99"), ("hidden", 1, "hidden"),
-                ("store_bytes", 1e-6, "store MB"), ("wasted_bytes", 1e-6, "wasted MB"), ("engine_cpu_s", 1, "CPU s"),
-                ("other_cpu_s", 1, "CPU s beside"), ("free_places_s", 1, "free place s"),
-            ):  # fmt: skip
-                if name in figures:
-                    value = figures[name].middle
-                    of = (
-                        f" ({value / ideal[name].middle:.2f} x)"
-                        if ideal and name.endswith("s") and unit[:2] == "ms"
-                        else ""
-                    )
-                    parts.append(f"{page.number(value * scale)} {unit}{of}")
-            lines.append(", ".join(parts))
-    return lines
 
 
 def main(
@@ -354,11 +352,12 @@ def main(
     some = trace.scaled(
         calls, k=k, tokens_per_hash=tokens_per_hash, start_s=start_s, count=options.requests, longest=LONGEST
     )
+    piece = "sessions" if variants.SESSIONS in options.variants.split(",") else options.trace
     begun, at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     result: dict[str, Any] = {
         "format": FORMAT,
-        "piece": options.trace,
-        "question": QUESTIONS[options.trace],
+        "piece": piece,
+        "question": QUESTIONS[piece],
         "axis": "rate of arrivals / capacity with all KV local",
         "logarithmic": False,
         "quick": False,
@@ -378,10 +377,10 @@ def main(
     finally:
         run.close()
     result |= {"seconds": round(time.monotonic() - begun, 1), "load_at_end": round(os.getloadavg()[0], 2), **run.result}
-    print("\n".join([*shown(result), *ranks(result)]), flush=True)
-    print(f"{options.trace}: {write(result, options.out)}", flush=True)
+    print("\n".join([*page.means(result), *page.reading(result), *ranks(result)]), flush=True)
+    print(f"{piece}: {write(result, options.out)}", flush=True)
     if options.publish and not result["failed"]:
-        print(f"{options.trace}: {write(result, PUBLISHED / result['begun'][:10])}", flush=True)
+        print(f"{piece}: {write(result, PUBLISHED / result['begun'][:10])}", flush=True)
     return 1 if result["failed"] else 0
 
 

@@ -4,28 +4,25 @@ A pass takes seconds, so there are ten rounds or more.  The mean follows the mac
 third.  So passes of two variants are compared in pairs of like speed, the median step that admits a request; and what
 is counted is no time of the machine's: tokens recomputed that the store has, and bytes fetched in vain.
 
-With the variant kvprefetch-sessions the requests name their sessions, so the daemon stages in the pauses.  Staging has
-as much as the sessions hold, a quarter of it for saves.  The store has what was known before the slice; engines save
-the rest.  Each pass has a new engine, to which a session's first request is its first; so the means of requests that
-came back are compared, too.
+Each pass has a new engine, to which a session's first request is its first; so where sessions are named (__main__.py)
+the means of requests that came back are compared, too.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from benchmarks.bench import variants
 from benchmarks.bench.figures import ttft_s
 from benchmarks.bench.served import Requests, Served
-from benchmarks.bench.setting import MODEL
 from benchmarks.serve.__main__ import BLOCK, Run, main, seeded
-from benchmarks.serve.trace import Slice
+from benchmarks.serve.sessions import Line, of_requests
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.passes import Pass, RequestResult
+from tests.lab.passes import Pass
 from tests.lab.template import Template
 
 DEFAULTS = {"variants": f"{variants.LOCAL},{variants.SESSIONS},{variants.ON_DEMAND}", "rounds": 10, "minutes": 40.0}
@@ -57,18 +54,9 @@ class Here(Engine):
         self.run(prompts, max_tokens=tokens, concurrency=at_once, timeout_s=PASS_S)
 
 
-def of_requests(result: Pass, lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[RequestResult, Mapping[str, Any]]]:
-    """Yield the daemon's `request.done` with the request that each is of."""
-    known = {each.request_id: each for each in result.requests}
-    for line in lines:
-        name = next((each for each in known if line["request_id"].startswith(f"{each}-")), line["request_id"])
-        if name in known:
-            yield known[name], line
-
-
-def recomputed_tokens(result: Pass, lines: Sequence[Mapping[str, Any]]) -> int:
+def recomputed_tokens(cached_tokens: Sequence[int], lines: Iterable[tuple[int, Line]]) -> int:
     """Count the tokens that the store had for a request, by the daemon's `request.done`, and the engine computed."""
-    return sum(max(0, BLOCK * line["found_blocks"] - each.cached_tokens) for each, line in of_requests(result, lines))
+    return sum(max(0, BLOCK * line["found_blocks"] - cached_tokens[number]) for number, line in lines)
 
 
 def least_wait_s(waits_s: Sequence[float], fetches: Sequence[tuple[float, int]], bytes_per_s: float) -> float:
@@ -83,59 +71,24 @@ def least_wait_s(waits_s: Sequence[float], fetches: Sequence[tuple[float, int]],
     return total
 
 
-def returning(some: Slice) -> list[int]:
-    """The requests whose session had one before, by number."""
-    first: dict[object, int] = {}
-    for number, call in enumerate(some.calls):
-        first.setdefault(call.session, number)
-    return [number for number, call in enumerate(some.calls) if first[call.session] != number]
-
-
-def staged_share(result: Pass, lines: Sequence[Mapping[str, Any]], some: Slice, block_bytes: int) -> float | None:
-    """Return which share of the stored blocks of returning turns were there when these came; None without any.
-
-    Blocks in the engine's own cache aside, and those that the trace did not have before: nobody could know of them, and
-    the store has them for later turns.  What a turn's request fetched itself was not there.
-    """
-    came_back, stored, there = set(returning(some)), 0, 0
-    for each, line in of_requests(result, lines):
-        if each.index in came_back:
-            found, local = line["found_blocks"], line["local_blocks"]
-            known = min(found, len(some.known[each.index]) * some.chunk // BLOCK)
-            stored += max(0, known - local)
-            there += max(0, min(known, found - line["bytes"] // block_bytes) - local)
-    return round(there / stored, 4) if stored else None
-
-
 class InProcess(Run):
     """A run whose servers are engines of this process."""
-
-    @property
-    def live(self) -> bool:
-        return variants.SESSIONS in self._chosen
 
     def run(self) -> None:
         with Template(self._spec.environment()) as self._template:
             super().run()
 
-    def staging_bytes(self, stored_bytes: int) -> int:
-        """As much as the sessions hold where these are compared, and room for the longest prompt in any case."""
-        if not self.live:
-            return super().staging_bytes(stored_bytes)
-        return max(2 * self._spec.max_model_len * MODEL.kv_bytes_per_token, stored_bytes)
-
     def _server(self, spec: EngineSpec) -> Here:
         return Here(spec, template=self._template)
 
-    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, dict[str, Any]]:
-        calls = self._slice.calls
-        lines, told = len(self._daemon.records("request.done")), len(self._daemon.records("announcement.done"))
+    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, list[str], dict[str, Any]]:
+        calls, lines = self._slice.calls, len(self._daemon.records("request.done"))
         server.call(f"{WATCH}:begin")
         result: Pass = server.run(
             self._prompts,
             max_tokens=[each.output_tokens for each in calls],
             arrivals_s=[each.at_s * pace for each in calls],
-            sessions=[f"agent-{each.session}" for each in calls] if variant == variants.SESSIONS else None,
+            sessions=self.sessions if variant == variants.SESSIONS else None,
             timeout_s=PASS_S,
         )
         watched = server.call(f"{WATCH}:end")
@@ -151,26 +104,18 @@ class InProcess(Run):
         served = Served(requests, total_s=round(result.total_s, 4), steps=result.steps)
         served.tokens = dict(enumerate(result.tokens))
         self._daemon.wait_record("request.done", count=lines + len(calls), timeout_s=2)
-        ended = self._daemon.records("request.done")[lines:]
+        names = [each.request_id for each in result.requests]
+        ended = list(of_requests(names, self._daemon.records("request.done")[lines:]))
         counts = {
             "admission_s": round(statistics.median(watched["admission_s"]), 5),
             "waiting_s": round(sum(waits_s), 3),
-            "noticed_s": round(sum(line["exposed_ms"] for line in ended) / 1e3, 3),
-            "recomputed_tokens": recomputed_tokens(result, ended),
+            "noticed_s": round(sum(line["exposed_ms"] for _, line in ended) / 1e3, 3),
+            "recomputed_tokens": recomputed_tokens(requests.cached_tokens, ended),
         }
-        came_back = [result.requests[number].ttft_s for number in returning(self._slice)]
-        if self.live and came_back:
-            counts["returning_s"] = round(statistics.fmean(came_back), 5)
-        block_bytes = BLOCK * MODEL.kv_bytes_per_token
-        if (share := staged_share(result, ended, self._slice, block_bytes)) is not None:
-            announced = self._daemon.records("announcement.done")[told:]
-            expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
-            counts |= {"staged_share": share, "expired_bytes": block_bytes * expired}
-        self.say("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
-        fetches = {each.index: line["bytes"] for each, line in of_requests(result, ended)}
-        verdicts = [{name: line[name] for name in VERDICT} for line in ended if line["missing_blocks"]]
+        fetches = {number: line["bytes"] for number, line in ended}
+        verdicts = [{name: line[name] for name in VERDICT} for _, line in ended if line["missing_blocks"]]
         waits = {"waits_s": waits_s, "fetches": [fetches.get(number, 0) for number in range(len(calls))]}
-        return served, {"counts": counts, "verdicts": verdicts, **waits}
+        return served, names, {"counts": counts, "verdicts": verdicts, **waits}
 
 
 def alike(passes: Sequence[Passed], variant: str, beside: str) -> Iterator[tuple[Passed, Passed]]:

@@ -20,13 +20,22 @@ from tests.lab.programs import Programs, StartError
 # and `vllm bench serve` do.
 SERVE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 BENCH = """
+import json, sys
+from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+send, sessions = ASYNC_REQUEST_FUNCS["vllm"], json.loads(sys.argv.pop(1))
+def in_session(request_func_input, **more):
+    if sessions and (name := request_func_input.request_id):
+        request_func_input.extra_headers = {"X-Session-ID": sessions[int(name.rpartition("-")[2])]}
+    return send(request_func_input=request_func_input, **more)
+ASYNC_REQUEST_FUNCS["vllm"] = in_session
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
 ANSWER_S = 120.0
+PREFIX = "replayed-"  # of the ids of requests; their numbers follow
 # What is kept of its figures.
 KEPT = ("duration", "completed", "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms",
         "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")  # fmt: skip
@@ -91,14 +100,16 @@ class Server(Programs):
 
 
 def replay(
-    server: Server, model: Path, trace: Path, chunk: int, pace: float, out: Path, limit_s: float
+    server: Server, model: Path, trace: Path, chunk: int, pace: float, out: Path, limit_s: float, sessions: list[str]
 ) -> dict[str, Any]:
     """Replay the trace at `pace` (seconds for each of its own); return what `vllm bench serve` saved.
 
-    Raises StartError if it fails, or takes longer than `limit_s`.
+    `sessions`: the name of each request's session, if they name them.  Raises StartError if it fails, or takes longer
+    than `limit_s`.
     """
     count = len(trace.read_text().splitlines())
-    argv = [sys.executable, "-c", BENCH, "--backend", "vllm", "--base-url", server.url, "--endpoint", "/v1/completions"]
+    argv = [sys.executable, "-c", BENCH, json.dumps(sessions), "--backend", "vllm", "--base-url", server.url]
+    argv += ["--endpoint", "/v1/completions", "--request-id-prefix", PREFIX]
     argv += ["--model", "model", "--tokenizer", str(model), "--num-prompts", str(count), "--temperature", "0"]
     argv += ["--dataset-name", "timed_trace", "--dataset-path", str(trace)]
     argv += ["--timed-trace-chunk-hash-size", str(chunk), "--timed-trace-sec-multiplier", str(pace)]

@@ -13,12 +13,10 @@ from benchmarks.serve.agents import (
     over_least,
     pairs,
     recomputed_tokens,
-    returning,
-    staged_share,
     summary,
 )
+from benchmarks.serve.sessions import of_requests, returning, staged_share
 from benchmarks.serve.trace import SESSION_HASHES, Call, Slice
-from tests.lab.passes import Pass, RequestResult
 
 
 def a_pass(variant: str, admission_s: float, mean_s: float, *, recomputed: int = 0) -> dict[str, Any]:
@@ -55,26 +53,22 @@ def test_requests_that_came_back_are_compared_by_themselves() -> None:
 
 
 def test_tokens_that_the_store_had_and_the_engine_computed_are_recomputed() -> None:
-    results = [
-        RequestResult(number, f"pass1-{number}", [], cached, 0.0, 1.0, 2.0, "length")
-        for number, cached in ((1, 2 * BLOCK), (12, 0), (3, 4 * BLOCK))
-    ]
     lines = [
         {"request_id": "pass1-1-4f", "found_blocks": 2},
         {"request_id": "pass1-12-5e", "found_blocks": 3},
         {"request_id": "pass1-3-6d", "found_blocks": 1},
         {"request_id": "another", "found_blocks": 9},
     ]
-    assert recomputed_tokens(Pass(results, 2.0, 5), lines) == 3 * BLOCK
+    names = [f"pass1-{number}" for number in (1, 12, 3)]
+    assert recomputed_tokens([2 * BLOCK, 0, 4 * BLOCK], of_requests(names, lines)) == 3 * BLOCK
 
 
 def test_of_returning_turns_that_is_there_which_they_do_not_fetch() -> None:
     calls = [Call(float(number), 2 * BLOCK, 8, (SESSION_HASHES * session,)) for number, session in enumerate((0, 1, 0))]
-    results = [RequestResult(number, f"p-{number}", [], 0, 0.0, 1.0, 2.0, "length") for number in range(3)]
     lines = [
-        {"request_id": "p-0-a", "found_blocks": 9, "local_blocks": 0, "bytes": 9 * 64},
-        {"request_id": "p-2-b", "found_blocks": 12, "local_blocks": 2, "bytes": 4 * 64},
+        (0, {"found_blocks": 9, "local_blocks": 0, "bytes": 9 * 64}),
+        (2, {"found_blocks": 12, "local_blocks": 2, "bytes": 4 * 64}),
     ]
     some = Slice(BLOCK, calls, [(), (), tuple(range(10))], [], 0)
-    assert staged_share(Pass(results, 2.0, 5), lines, some, 64) == 0.75, "two blocks are of this turn alone"
-    assert staged_share(Pass(results, 2.0, 5), lines[:1], some, 64) is None
+    assert staged_share(lines, some, BLOCK, 64) == 0.75, "two blocks are of this turn alone"
+    assert staged_share(lines[:1], some, BLOCK, 64) is None
