@@ -82,7 +82,7 @@ def reading(result: Result) -> list[str]:
     if parts := [f"{span(ratios)} × {name}" for name, base in bases if (ratios := _ratios(result, mine, base))]:
         lines.append(f"* {mine}: {', '.join(parts)}.")
     for other in variants_of(result):
-        if other in (LOCAL, mine) or (ours(other) and other != ON_DEMAND):
+        if other in (LOCAL, mine) or (ours(other) and other not in (ON_DEMAND, OURS)):
             continue
         said: dict[str, list[str]] = {"ahead": [], "**behind**": [], "within the spread": [], "measured once": []}
         for point in result["points"]:
@@ -130,7 +130,7 @@ def _comes_behind(result: Result) -> bool:
 
 def _mine(result: Result) -> str | None:
     ran = variants_of(result)
-    return next((name for name in (OURS, ANNOUNCED, SESSIONS, *ran) if name in ran and ours(name)), None)
+    return next((name for name in (SESSIONS, OURS, ANNOUNCED, *ran) if name in ran and ours(name)), None)
 
 
 def _ratios(result: Result, mine: str, other: str) -> list[float]:
