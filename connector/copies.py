@@ -158,7 +158,7 @@ class CudaCopies(PlainCopies):
 
 def _by_session(copies: Sequence[Copy]) -> Iterator[Copy]:
     """Join the copies of each session; nearly always there is one session, and one copy."""
-    if len(copies) == 1:  # its array of slots, which NumPy takes a hundred times as fast as a list
+    if len(copies) == 1:  # its array of slots, which NumPy takes faster than a list
         yield copies[0]
         return
     for session in {copy.session.epoch: copy.session for copy in copies}.values():

@@ -297,7 +297,8 @@ class Run:
     ) -> dict[str, float]:
         """Return the mean of turns that came back, the share of their blocks that was there, and bytes in vain."""
         times, block_bytes = requests.ttft_s, BLOCK * MODEL.kv_bytes_per_token
-        found = {"returning_s": round(statistics.fmean(times[each] for each in returning(self._slice)), 5)}
+        back = [times[each] for each in returning(self._slice)]
+        found = {"returning_s": round(statistics.fmean(back), 5)} if back else {}
         if (share := staged_share(ended, self._slice, BLOCK, block_bytes)) is not None:
             expired = sum(each["fetched_blocks"] for each in announced if each["outcome"] == "expired")
             found |= {"staged_share": share, "expired_bytes": block_bytes * expired}
@@ -352,8 +353,9 @@ def main(
     some = trace.scaled(
         calls, k=k, tokens_per_hash=tokens_per_hash, start_s=start_s, count=options.requests, longest=LONGEST
     )
-    piece = "sessions" if variants.SESSIONS in options.variants.split(",") else options.trace
     begun, at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    run = make(options, some)
+    piece = "sessions" if run.live and make is Run else options.trace
     result: dict[str, Any] = {
         "format": FORMAT,
         "piece": piece,
@@ -368,7 +370,6 @@ def main(
         "block_bytes": BLOCK * MODEL.kv_bytes_per_token,
         "failed": None,
     }
-    run = make(options, some)
     try:
         run.run()
     except Exception as error:
