@@ -1,4 +1,4 @@
-"""Ordered access to 64-bit words in shared memory (types of the C extension)."""
+"""Ordered access to 64-bit words in shared memory, and copies (types of the C extension)."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -94,3 +94,4 @@ class Pusher:
     ) -> Handle[S] | None: ...
 
 def fence() -> None: ...
+def copy(targets: bytes, sources: bytes, length: int, /) -> None: ...

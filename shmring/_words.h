@@ -114,6 +114,9 @@ PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name);
 /* Frees an object of such a type, or of a Python subclass. */
 void release(PyObject *self);
 
+/* The module's function `copy`, of _copy.c. */
+PyObject *copy_segments(PyObject *module, PyObject *args);
+
 /* Add the types of _flags.c, _handle.c and _ring.c, in this order; -1 with an exception set. */
 int add_flags_type(PyObject *module);
 int add_handle_type(PyObject *module);
