@@ -170,13 +170,16 @@ class Epoch(Caller):
     # --- intake -----------------------------------------------------------------------------------------------------
 
     def drain(self, until_ns: int) -> int:
-        """Handle records until then, one at least, or else what the epoch owes; return how many records there were."""
-        if not self.channel.ring.waiting:
-            if self.owes:
-                self._calls.reply()
-            return 0
-        count = self.take(self._drain, 0, until_ns)
-        self.heard_ns = self._services.clock_ns()
+        """Handle records until then, one at least, and then say what is owed since an earlier turn of the loop.
+
+        Return how many records there were.
+        """
+        owed, count = self.owes, 0
+        if self.channel.ring.waiting:
+            count = self.take(self._drain, 0, until_ns)
+            self.heard_ns = self._services.clock_ns()
+        if owed:
+            self._calls.reply()
         return count
 
     def _drain(self, until_ns: int) -> int:

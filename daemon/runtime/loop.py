@@ -53,8 +53,6 @@ class Loop:
         self._shared.pools.run_finished()
         if self._control.carry_on(now_ns):
             until_ns = min(until_ns, now_ns + ASKING_NS)
-        for epoch in self._epochs.attached():
-            epoch.drain(time.monotonic_ns() + DRAIN_NS)
         self._start_fetches()
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
@@ -65,7 +63,10 @@ class Loop:
         # Every quiet ring announces the sleep, also behind one that is not empty.
         empty = [ring.prepare_sleep() for ring in quiet]
         owing = any(epoch.owes for epoch in epochs)
-        if busy and all(empty) and not owing:
+        if busy and all(empty) and owing:
+            # An engine on the same core first takes what was published for it: nobody was woken.
+            select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
+        elif busy and all(empty):
             rarer = min(_rarer(epoch.planner) for epoch in busy)
             self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
@@ -74,6 +75,8 @@ class Loop:
             self._active_ns = now_ns
         for ring in quiet:
             ring.wake()
+        for epoch in self._epochs.attached():  # at once: an engine may wait for the answer
+            epoch.drain(time.monotonic_ns() + DRAIN_NS)
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
         self._handle([fd for fd, _ in events], time.monotonic_ns())
 

@@ -221,8 +221,11 @@ def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup)
     assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
     assert [call.kind for call in setup.calls[looking_up:]] == [Kind.FETCH_MEMORY] * 2
     setup.pools.end([OK])
+    setup.epoch.drain(0)
     assert [(each.outcome, each.fetched) for each in told] == [("accepted", 0), ("completed", 1)]
     setup.want((1, 1), "a")
+    assert len(told) == 2, "the request goes first"
+    setup.epoch.drain(0)
     assert (told[-1].outcome, told[-1].last) == ("used", True)
     assert setup.epoch.counters.metrics.totals("announced_blocks")["fetched"] == 1
     assert setup.epoch.counters.metrics.totals("announcements")["used"] == 1
@@ -296,5 +299,5 @@ def test_another_mode_refuses_what_waits_for_its_request(setup: Setup) -> None:
     told: list[Outcome] = []
     setup.epoch.announce(announced("a"), digest("a"), told.append)
     setup.epoch.switch("shadow")
-    setup.epoch.carry_on()
+    setup.epoch.drain(0)
     assert (told[-1].outcome, told[-1].reason) == ("rejected", "nothing is staged for this engine now: mode=shadow")

@@ -41,6 +41,8 @@ class Setup(Engine):
                 else:
                     self.fetched.append("".join(chr(name[0]) for name, _ in run.args[2]))
                     self.pools.end([ErrorClass.OK] * len(run.args[2]))
+            elif self.epoch.owes:
+                self.epoch.drain(0)
             elif not any(self.epoch.start_fetch(lane, ahead=ahead) for ahead in (False, True) for lane in Lane):
                 return
 
