@@ -228,7 +228,8 @@ def test_chunks_beside_local_hits_and_vllms_own_connector(
     site, plain = Site(shared, model, module_auditor, engines), engines(spec)
     mine = site.engine(spec.but(kv_transfer=ours(shared.socket, key_format="vllm")))
     theirs = engines(spec.but(kv_transfer=upstream(), mooncake_config=cluster.config))
-    each_reads_what_the_other_wrote(cluster, plain, mine, theirs, stored, seed=87)
+    groups: dict[int, int | None] = dict.fromkeys(range(len(starts)))
+    each_reads_what_the_other_wrote(cluster, plain, mine, theirs, stored, seed=87, written=groups)
     theirs.stop()
     ends = [prompt[:length] for prompt, length in zip(LONG, (300, 257, 256, 500, 129, 385), strict=True)]
     saved_then_loaded(site, plain, mine, ends, LONG, foreign=())
