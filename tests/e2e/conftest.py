@@ -195,15 +195,15 @@ def saved_then_loaded(
     right = plain.run(prompts, **options).tokens
     served(engine.run(prompts, **options), right, [0] * len(prompts))
     if longer:
-        right_long = plain.run(longer, **options).tokens
-        assert engine.run(longer, **options).tokens == right_long
+        beside = plain.run(longer, **options)  # vLLM's own local hits, one block less for some windows
+        assert engine.run(longer, **options).tokens == beside.tokens
     site.fresh(engine)
     served(engine.run(prompts, **options), right, hits(prompts))
     if longer:
         loads = engine.call("tests.e2e.probes:counters")["load_blocks"]
-        served(engine.run(longer, **options), right_long, hits(longer))
+        served(engine.run(longer, **options), beside.tokens, hits(longer))
         loads = engine.call("tests.e2e.probes:counters")["load_blocks"] - loads
-        assert loads == sum(hits(longer)) // BLOCK - sum(len(prompt) // BLOCK for prompt in prompts)
+        assert loads == (sum(hits(longer)) - sum(beside.cached_tokens)) // BLOCK
     for index in foreign:
         site.a_foreign_block_shows(engine, prompts, right, index, **options)
     site.assert_idle()
