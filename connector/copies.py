@@ -1,4 +1,4 @@
-"""Copy between slots and this rank's paged KV, a whole step at a time: by NumPy or torch, or by the copy kernel.
+"""Copy between slots and this rank's paged KV, a whole step at a time: by the C extension, torch or the copy kernel.
 
 On a GPU synchronous loads and all saves run on the compute stream, torch's current one: before the forward that reads
 the blocks, behind the forward that wrote them.  Asynchronous loads run beside it on their own stream, which waits for
@@ -57,7 +57,7 @@ def checked(
 
 
 class PlainCopies:
-    """By NumPy in host memory; by torch, block by block, for a GPU without cupy. All on the current stream."""
+    """By the C extension in host memory; by torch, block by block, on a GPU without cupy, on the current stream."""
 
     def __init__(self, paged: PagedCache) -> None:
         self._paged = paged

@@ -1,6 +1,6 @@
 /* Copies the blocks of a paged cache in host memory, segment by segment, with stores past the CPU's caches.
  *
- * Such stores do not read what they overwrite.  The first touch of a page costs most, so that of the next one begins early.
+ * Such stores do not read what they overwrite.  The first touch of a page costs most: the next page is touched early.
  * On an EPYC 18 MB in segments of 32 KiB take 1.1 ms; NumPy, which calls memcpy, takes 1.9.
  */
 #include "_words.h"

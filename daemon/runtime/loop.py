@@ -63,12 +63,12 @@ class Loop:
         # Every quiet ring announces the sleep, also behind one that is not empty.
         empty = [ring.prepare_sleep() for ring in quiet]
         owing = any(epoch.owes for epoch in epochs)
-        if busy and all(empty) and owing:
-            # An engine on the same core first takes what was published for it: nobody was woken.
-            select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
-        elif busy and all(empty):
-            rarer = min(_rarer(epoch.planner) for epoch in busy)
-            self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
+        if busy and all(empty):
+            if owing:  # an engine on the same core first takes what was published for it
+                select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
+            else:
+                rarer = min(_rarer(epoch.planner) for epoch in busy)
+                self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
         if busy or events:
