@@ -125,11 +125,9 @@ class EmbeddedMaster:
             os.environ.update(self._disk.environment())
         binary = master_program()
         for attempt in range(_ATTEMPTS):
-            port = self._port or free_port()
-            if self._port:
-                _check(port)
+            port, metrics_port = free_ports(self._port)
             try:
-                self._spawn(binary, port)
+                self._spawn(binary, port, metrics_port)
             except OSError as error:  # no process can be had
                 self._wrong = str(error)
                 break
@@ -166,8 +164,8 @@ class EmbeddedMaster:
             self._reader.join(1.0)
         self._log.info("master.stopped", pid=process.pid, **by_itself)
 
-    def _spawn(self, binary: str, port: int) -> None:
-        self.http = f"127.0.0.1:{(metrics_port := free_port())}"
+    def _spawn(self, binary: str, port: int, metrics_port: int) -> None:
+        self.http = f"127.0.0.1:{metrics_port}"
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), binary]
         command += ["--rpc_address=127.0.0.1", f"--rpc_port={port}", "--rpc_thread_num=4"]
         command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--logtostderr"]
@@ -238,15 +236,13 @@ def _check_confined() -> None:
         )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def _check(port: int) -> None:
+def free_ports(asked: int | None) -> tuple[int, int]:
+    """Return the asked port, or a free one, and another free one. Both are open together, so they differ."""
     try:
-        socket.create_server(("127.0.0.1", port)).close()
+        first = socket.create_server(("127.0.0.1", asked or 0))
     except OSError as error:
         kind = StoreError if error.errno == errno.EADDRINUSE else ConfigError
-        why = f"{os.strerror(error.errno or 0)}: master_port={port}; another one, or none for a free one"
+        why = f"{os.strerror(error.errno or 0)}: master_port={asked}; another one, or none for a free one"
         raise kind(f"master_port: cannot be bound: {why}") from None
+    with first, socket.create_server(("127.0.0.1", 0)) as second:
+        return int(first.getsockname()[1]), int(second.getsockname()[1])

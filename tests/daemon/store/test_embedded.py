@@ -6,6 +6,8 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kvprefetch.daemon.store import embedded
 from kvprefetch.daemon.store.disk import DiskSpec
 from kvprefetch.daemon.store.embedded import EmbeddedMaster
 from kvprefetch.daemon.store.errors import StoreError
+from tests.lab import process
 from tests.support.descriptors import targets
 from tests.support.waiting import eventually
 
@@ -91,9 +94,13 @@ def test_should_take_another_port_where_a_stranger_listens(tmp_path: Path, monke
     monkeypatch.setattr(embedded, "master_program", lambda: str(slow))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = stranger.getsockname()[1]
-        ports = iter([taken])
-        free = embedded.free_port
-        monkeypatch.setattr(embedded, "free_port", lambda: next(ports, None) or free())
+        chosen, draw = iter([taken]), embedded.free_ports
+
+        def ports(asked: int | None) -> tuple[int, int]:
+            port, metrics_port = draw(asked)
+            return next(chosen, port), metrics_port
+
+        monkeypatch.setattr(embedded, "free_ports", ports)
         master = EmbeddedMaster(1, None, structlog.get_logger())
         try:
             address = master.start().master_server_address
@@ -102,6 +109,18 @@ def test_should_take_another_port_where_a_stranger_listens(tmp_path: Path, monke
             assert int(address.rpartition(":")[2]) in {port for _, port in _listening(master.pid)}
         finally:
             master.stop()
+
+
+def test_the_ports_of_a_master_differ_however_few_are_free() -> None:
+    """With one port for both, a master listens there until its second socket fails, and ends 0.1 s later."""
+    draws = "from kvprefetch.daemon.store.embedded import free_ports; print(*(first != second for first, second in "
+    draws += "(free_ports(None) for _ in range(50))))"
+    few = f"ip link set lo up && echo 40000 40003 >/proc/sys/net/ipv4/ip_local_port_range && exec {sys.executable} -c"
+    asked = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
+    if subprocess.run([*asked, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this kernel gives no network namespace here (unshare --user --net)")
+    said = subprocess.run([*asked, f'{few} "{draws}"'], capture_output=True, text=True, check=False, cwd=process.REPO)
+    assert said.stdout.split() == ["True"] * 50, said.stderr
 
 
 def _listening(pid: int) -> set[tuple[str, int]]:
