@@ -111,6 +111,7 @@ class Sessions:
         Return how long (ns) after the one before it came, and the announcements that were open for it.
         """
         self._numbers += 1
+        self._forget_outdated(now_ns)  # so no gap is longer, nor any time that it is expected in
         before, gap_ns = self._known.pop(session, None), None
         each = before or _Session(chain, 0, now_ns)
         if before is not None:
@@ -154,8 +155,7 @@ class Sessions:
 
         `free_blocks`: as many may be fetched without taking room of others.
         """
-        if self._known and now_ns - next(iter(self._known.values())).since_ns > FORGET_NS:
-            self._forget_first()
+        self._forget_outdated(now_ns)
         while (found := self._pop(self._due, now_ns)) is not None:
             session, each = found
             if now_ns < each.due_ns and each.chain.blocks(self._groups) > free_blocks:
@@ -216,6 +216,10 @@ class Sessions:
             if self._lives(entry):
                 return entry[2], self._known[entry[2]]
         return None
+
+    def _forget_outdated(self, now_ns: int) -> None:
+        while self._known and now_ns - next(iter(self._known.values())).since_ns > FORGET_NS:
+            self._forget_first()
 
     def _forget_first(self) -> None:
         each = self._known.pop(next(iter(self._known)))

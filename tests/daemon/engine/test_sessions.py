@@ -183,6 +183,20 @@ def test_leases_of_the_newest_prompt_alone_are_kept_until_it_is_not_likely_to_co
     assert UNKNOWN_NS / 2 < times[-1] <= UNKNOWN_NS
 
 
+def test_a_session_that_comes_after_more_than_an_hour_is_a_new_one() -> None:
+    """However many are outdated at that moment, and when it was looked at last: no gap is longer than an hour."""
+    setup = Setup(free=9)
+    for name in "abcs":
+        setup.come(name, name)
+    assert setup.come("s", "s", FORGET_NS + 1) == (None, [])
+    assert len(setup.sessions) == 1
+    assert setup.due(SETTLED_NS) is None, "nothing is known of when it comes"
+    assert setup.come("s", "s", FORGET_NS - SETTLED_NS) == (FORGET_NS, [])
+    due = setup.due(SETTLED_NS)
+    assert due is not None
+    assert due.expected_ms == (FORGET_NS - SETTLED_NS) // 1_000_000
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_history_keeps_its_bounds_and_ends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each announcement is told its end, in any order and late; in the end nothing is asked for any more."""
@@ -193,13 +207,14 @@ def test_any_history_keeps_its_bounds_and_ends(seed: int, monkeypatch: pytest.Mo
     ends = ["expired", "used", "late", "missing", "rejected"]
     open_: list[tuple[Due, int]] = []
     for _ in range(2000):
-        setup.now += source.choice([0, 1, SECOND_NS // 10, 3 * SECOND_NS, 100 * SECOND_NS])
+        setup.now += source.choice([0, 1, SECOND_NS // 10, 3 * SECOND_NS, 100 * SECOND_NS] * 20 + [FORGET_NS - 1])
         if source.random() < 0.001:
             setup.sessions.clear()
         if source.random() < 0.5:
             name = source.choice("abcdefghijklmnop")
             setup.come(name, name * source.randrange(1, 30))
         while (due := setup.due()) is not None:
+            assert max(due.expected_ms, due.ttl_ms) <= FORGET_NS // 1_000_000, "the bound of an announcement"
             open_.append((due, setup.numbers))
             if source.random() < 0.7:
                 setup.told(due, "completed", setup.numbers, absent=source.randrange(2))
