@@ -7,13 +7,14 @@ sockets stay, and the next connection begins another one.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
 import subprocess
 import sys
 
-from ..config.model import ConfigError, DaemonConfig
+from ..config.model import ConfigError, DaemonConfig, Taken
 from ..telemetry.logs import Log
 from .listener import listen, take_away
 
@@ -24,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 class Door:
     """Owns the listening sockets; `epoll` watches them while no process serves them.
 
-    Raises ConfigError for a bad port.  Without its Unix socket the door is closed, and the daemon serves on.
+    Raises ConfigError for a bad port, Taken for one in use.  Without its Unix socket the door is closed, and the daemon serves on.
     """
 
     def __init__(self, config: DaemonConfig, epoll: select.epoll, log: Log) -> None:
@@ -106,8 +107,8 @@ def _listen_on(port: int) -> socket.socket:
     try:
         sock = socket.create_server((LOOPBACK, port), backlog=128)
     except OSError as error:
-        raise ConfigError(
-            f"hints_port: cannot be bound: {os.strerror(error.errno or 0)}: hints_port={port}; 0 for none"
-        ) from None
+        kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
+        why = f"{os.strerror(error.errno or 0)}: hints_port={port}; another one, or 0 for none"
+        raise kind(f"hints_port: cannot be bound: {why}") from None
     sock.setblocking(False)
     return sock

@@ -44,12 +44,22 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
 
 @pytest.mark.store
 @pytest.mark.parametrize(
-    ("key", "cure"), [("metrics_port", "another one, or 0 for no metrics"), ("master_port", "another one, or none")]
+    ("key", "cure"),
+    [
+        ("metrics_port", "another one, or 0 for no metrics"),
+        ("master_port", "another one, or none"),
+        ("hints_port", "another one, or 0 for none"),
+    ],
 )
-def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(key: str, cure: str) -> None:
+def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(
+    tmp_path: Path, key: str, cure: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        extra = ("--metrics-port", "0", f"--{key.replace('_', '-')}", str(port))
+        extra = ("--metrics-port", "0", "--hints-token", str(token), f"--{key.replace('_', '-')}", str(port))
         with closing(Daemon(memory="16MiB", staging="1MiB", extra=extra)) as daemon:
             daemon.launch()
             assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"
