@@ -247,8 +247,8 @@ class Link(Generic[S]):
 
     def _unmap(self) -> None:
         """Unmap memory without a session, on this thread: in the engine's step it would cost 50 ms per GiB."""
-        if len(self._segments) > (self.session is not None):
-            self._segments = [segment for segment in self._segments if not segment.close()]
+        live = self.session.segment if self.session is not None else None  # closing it would empty its page tables
+        self._segments = [each for each in self._segments if each is live or not each.close()]
 
     def _hang_up(self) -> None:
         if (sock := self._sock) is not None:

@@ -321,6 +321,27 @@ def test_an_idle_worker_lets_go_of_every_ended_epoch_that_the_scheduler_does_not
     eventually(lambda: mapped_segments() == before + 2)
 
 
+def test_the_staging_of_the_session_is_left_alone_beside_an_ended_one(
+    server: Server, worker: Link[WorkerSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try to unmap it would empty its page tables, though it cannot succeed."""
+    live_and_die(server, worker, 1)
+    ended, tried, close = worker.mapped(1), list[Segment](), Segment.close
+    monkeypatch.setattr(Segment, "close", lambda segment: tried.append(segment) or close(segment))
+    sock, _ = server.accept()
+    segment = Segment.create(4 * SLOT_BYTES)
+    attached = Attached(epoch=2, segment_bytes=segment.size_bytes, slot_count=4, slot_bytes=SLOT_BYTES, live_epochs=[1])
+    send_message(sock, attached, [segment.fd])
+    eventually(lambda: worker.session is not None)
+    assert ended is not None
+    assert worker.session is not None
+    tried.clear()
+    eventually(lambda: len(tried) > 1, what="the ended one is tried again")
+    assert {each.address for each in tried} == {ended.segment.address}
+    sock.close()
+    close(segment)
+
+
 def test_no_thread_but_the_links_unmaps_staging(
     server: Server, worker: Link[WorkerSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
