@@ -39,7 +39,7 @@ class Epochs:
         self._attached: list[Epoch] = []
         self._ended: list[Epoch] = []
         self._joined = shared.store.is_open
-        self.reservations = Reservations(shared.pools, shared.store)
+        self.reservations = Reservations(shared.pools, shared.store, shared.log)
 
     def attached(self, uid: int | None = None) -> list[Epoch]:
         """Return the attached epochs of this user's engines; None: of all engines."""

@@ -19,6 +19,7 @@ from ..config.machine import available_bytes
 from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..store.client import Store
+from ..telemetry.logs import Log
 from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
@@ -75,8 +76,8 @@ class Reservations:
     A GPU that fails, or misses a call's deadline, is left out, and what it gives later is given back.
     """
 
-    def __init__(self, pools: Pools, store: Store) -> None:
-        self._pools, self._store = pools, store
+    def __init__(self, pools: Pools, store: Store, log: Log) -> None:
+        self._pools, self._store, self._log = pools, store, log
         self._wishes: dict[int, _Wish] = {}
         self._freeing: dict[int, int] = {}  # bytes on their way back, by number
         self._done: deque[Reserved] = deque()
@@ -193,14 +194,14 @@ class Reservations:
     def _drop(self, device: DeviceStaging) -> None:
         """Free device memory that no epoch has."""
         if not self._pools.closed:
-            self._pools.start(Call(Kind.SLAB, device.close, _raised))
+            self._pools.start(Call(Kind.SLAB, device.close, self._closed))
 
     def _freed(self, number: int, error: BaseException | None) -> None:
         del self._freeing[number]
         self.carry_on()
-        _raised(error)
+        self._closed(error)
 
-
-def _raised(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
+    def _closed(self, error: BaseException | None) -> None:
+        """What could not be closed costs other engines nothing but its memory."""
+        if error is not None:
+            self._log.error("job.failed", error=repr(error))

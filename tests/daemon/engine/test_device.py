@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory
@@ -199,7 +200,7 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     spec = EngineSpec(max_blocks=8, block_bytes=BLOCK, ranks=len(devices))
     workers = [spec.worker(rank).model_copy(update={"device": device}) for rank, device in enumerate(devices)]
     store: Any = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None, is_open=True)
-    reservations = Reservations(pools, store)
+    reservations = Reservations(pools, store, structlog.get_logger())
     reservations.want(7, DaemonConfig.model_validate(options), EngineInfo("e", ONE_GROUP, spec.scheduler(), workers))
 
     def next_done() -> Reserved | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine import reservations as module
@@ -91,7 +93,7 @@ class Desk:
 
     def __init__(self, store: Known) -> None:
         self.store, self.pools = store, Pools(1)
-        self.all = Reservations(self.pools, cast(Any, store))
+        self.all = Reservations(self.pools, cast(Any, store), structlog.get_logger())
 
     def poll(self) -> Reserved | None:
         self.pools.run_finished()
@@ -213,6 +215,25 @@ def test_memory_that_the_store_refuses_is_given_back(desk: Desk, machine: Machin
     desk.all.want(1, CONFIG, ENGINE._replace(workers=[SPEC.worker(), SPEC.worker(1)]))
     assert isinstance(desk.next().memory, StoreError)
     assert not machine.taken
+
+
+def test_memory_that_cannot_be_given_back_ends_no_other_engine(
+    desk: Desk, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unregister(address: int) -> None:
+        desk.store.areas.remove(address)
+        raise RuntimeError("no")
+
+    desk.all.want(1, CONFIG, ENGINE)
+    first = desk.next()
+    with capture_logs() as log, monkeypatch.context() as patched:
+        patched.setattr(desk.store, "unregister", unregister)
+        free(desk, first)
+        desk.all.want(2, CONFIG, ENGINE)
+        second = desk.next()
+        eventually(lambda: desk.pools.run_finished() or log, what="a line about it")
+    assert [(line["event"], line["error"]) for line in log] == [("job.failed", "RuntimeError('no')")]
+    free(desk, first, second)
 
 
 def test_memory_that_nobody_took_is_unregistered_at_the_end(desk: Desk, machine: Machine) -> None:
