@@ -141,6 +141,9 @@ def test_an_engine_in_another_container_is_served_across_a_restart_and_nothing_i
     assert re.search(r", commit [0-9a-f]{7,}", machine.run("docker exec kvprefetchd kvprefetchd --version"))
     for file in ("/x", "/opt/kvprefetch/x", "/etc/x"):
         machine.run(f"! docker exec kvprefetchd touch {file}")
+    large = "import json; print(json.dumps(['ab' * 32] * 10_000))"  # beyond 512 KiB the door keeps it in a file
+    prefetch = f'/opt/kvprefetch/bin/python -c \\"{large}\\" | kvprefetchd prefetch - 2>&1; true'
+    assert "not one engine but 0" in machine.run(f'docker exec kvprefetchd sh -c "{prefetch}"')
     unwanted = "command -v gcc pip git; ls -d /opt/kvprefetch/lib/*/site-packages/torch; true"
     assert "\n/" not in "\n" + machine.run(f"docker exec kvprefetchd sh -c '{unwanted}' 2>/dev/null")
     # The double of an engine imports pytest.
