@@ -25,7 +25,8 @@ LOOPBACK = "127.0.0.1"
 class Door:
     """Owns the listening sockets; `epoll` watches them while no process serves them.
 
-    Raises ConfigError for a bad port, Taken for one in use.  Without its Unix socket the door is closed, and the daemon serves on.
+    Raises ConfigError for a bad port, Taken for one in use.  Without its Unix socket the door is closed, and the daemon
+    serves on.
     """
 
     def __init__(self, config: DaemonConfig, epoll: select.epoll, log: Log) -> None:

@@ -14,6 +14,7 @@ from ...shmring.wire.admin import (
     Caller,
     Engine,
     EngineQuery,
+    Outcome,
     Reload,
     Remove,
     Report,
@@ -140,10 +141,12 @@ class Control:
             if access.may_attach(about):
                 answer = self._admin.engine(message, access.scope(about))
             peer.send(answer.model_copy(update={"number": message.number}))
-        elif len(fds) == 1 and access.may_attach(about):
+        elif len(fds) != 1:
+            raise ProtocolError(f"an announcement has one descriptor: fds={len(fds)}")
+        elif access.may_attach(about):
             self._admin.announce(message, access.scope(about), fds[0], peer.send)
-        else:
-            raise ProtocolError(f"an announcement has one descriptor, and a caller that may attach: fds={len(fds)}")
+        else:  # since it asked for the engine
+            peer.send(Outcome(number=message.number, outcome="rejected", reason=f"uid={about.uid} {NOT_ALLOWED}"))
 
     def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
         # Refused only now: closing a socket with an unread message would lose the refusal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -12,16 +13,17 @@ from typing import Any
 
 from waitress.channel import HTTPChannel
 from waitress.server import create_server
-from waitress.task import WSGITask
+from waitress.task import ErrorTask, WSGITask
 
 from ...shmring.wire.admin import Caller
 from ..control.access import credentials_of
 from .app import CALLER, MAX_BODY, WAITERS, App
+from .envelope import Problem
 from .link import Link
 from .messages import Messages
 from .token import read_token
 
-THREADS = WAITERS + 4
+THREADS = 2 * WAITERS + 4
 CONNECTIONS = 128  # of a socket at a time; one costs a descriptor, and a thread only once its request is whole
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
@@ -36,10 +38,23 @@ class _Task(WSGITask):  # type: ignore[misc]
         return environ | {CALLER: self.channel.caller}
 
 
+class _Refusal(ErrorTask):  # type: ignore[misc]
+    """Says in our words what no application has seen, such as a body that is too large."""
+
+    def execute(self) -> None:
+        error, size = self.request.error, max(self.request.content_length, self.request.body_bytes_received)
+        text = f"{error.reason}: {error.body}: bytes={size}"
+        said = Problem(error=" ".join(text.split())[:400]).model_dump_json().encode() + b"\n"
+        self.status, self.content_length = f"{error.code} {error.reason}", len(said)
+        self.response_headers.append(("Content-Type", "application/json"))
+        self.set_close_on_finish()
+        self.write(said)
+
+
 class _Channel(HTTPChannel):  # type: ignore[misc]
     """A caller. Where there are too many, the oldest one without a whole request goes, of the user who has most."""
 
-    task_class = _Task
+    task_class, error_task_class = _Task, _Refusal
 
     def __init__(self, server: Any, *arguments: Any, **more: Any) -> None:
         super().__init__(server, *arguments, **more)
@@ -63,6 +78,7 @@ def _wait_for_the_end() -> None:
 def main(words: list[str]) -> None:
     os.setpgrp()  # Ctrl-C is for the daemon
     os.nice(NICE)
+    logging.getLogger("waitress").setLevel(logging.CRITICAL)  # a caller that leaves, or waits, is no event
     control, token, *fds = words
     messages = Messages()
     link = Link(Path(control), messages.note, lambda: os._exit(1))
@@ -74,7 +90,7 @@ def main(words: list[str]) -> None:
             map=shared,
             sockets=[socket.socket(fileno=int(each))],
             threads=THREADS,
-            connection_limit=2 * CONNECTIONS,
+            connection_limit=2 * CONNECTIONS * len(fds),  # of all sockets: a channel above CONNECTIONS goes before
             channel_timeout=SLOW_S,
             cleanup_interval=2,
             max_request_body_size=MAX_BODY,

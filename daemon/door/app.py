@@ -45,7 +45,7 @@ CALLER = "kvprefetch.caller"  # of a Unix socket's connection, in the WSGI envir
 MAX_BODY = 16 << 20
 FIRST_S = 0.5  # for the store's answer about all prompts of a message; the others are deferred
 MAX_WAIT_MS = 30_000
-WAITERS = 8  # callers that wait at a time; others get the answer of now
+WAITERS = 8  # callers of each method that wait at a time; others get the answer of now
 RATE, BURST = 200.0, 400.0  # actions a second of one user
 _made = lru_cache(64)(BlockHasher)  # one for each way to hash
 
@@ -75,7 +75,7 @@ class App:
     def __init__(self, link: Link, messages: Messages, token: bytes = b"") -> None:
         self._link, self._messages, self._token = link, messages, token
         self._rate, self._rating = Budget(RATE / 1e9, BURST), Lock()
-        self._waiters = BoundedSemaphore(WAITERS)
+        self._posting, self._looking = BoundedSemaphore(WAITERS), BoundedSemaphore(WAITERS)
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
         try:
@@ -84,8 +84,7 @@ class App:
             status, body = error.status, Problem(error=str(error)).model_dump()
         text = json.dumps(body).encode() + b"\n"
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(text)))]
-        if status == 429:
-            headers.append(("Retry-After", "1"))
+        headers += {401: [("WWW-Authenticate", "Bearer")], 429: [("Retry-After", "1")]}.get(status, [])
         start(f"{status} {HTTPStatus(status).phrase}", headers)
         return [text]
 
@@ -100,7 +99,7 @@ class App:
             return route.status, self._lmcache(caller, parsed(LMCachePrefetch, body))
         envelope: Envelope = parsed(Envelope, body)
         message = self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
-        return route.status, self._wait(message, _begun, FIRST_S).model_dump()
+        return route.status, self._begun(message).model_dump()
 
     def _caller(self, environ: Environ) -> Caller:
         if (caller := environ[CALLER]) is not None:
@@ -162,18 +161,13 @@ class App:
 
     def _digests(self, engine: Engine, prompt: Prefetch) -> tuple[bytes, int]:
         """Return the digests of the blocks that a request could load, joined, and the bytes of each. Raises Bad."""
+        count = len(prompt.block_hashes or ()) or len(prompt.token_ids or ()) // engine.hash_tokens
+        if count > (most := engine.max_blocks * (engine.block_tokens // engine.hash_tokens)) + 1:
+            raise Bad(400, f"the prompt is longer than engine {engine.engine} takes: hashes={count} max={most}")
         if prompt.block_hashes is not None:
-            hashes, size = bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
-        else:
-            assert prompt.token_ids is not None
-            hasher = _hasher(engine)
-            hashes, size = hasher(prompt.token_ids, prompt.cache_salt), hasher.digest_bytes
-        most = engine.max_blocks * (engine.block_tokens // engine.hash_tokens)
-        if size and len(hashes) // size > most + 1:
-            raise Bad(
-                400, f"the prompt is longer than engine {engine.engine} takes: hashes={len(hashes) // size} max={most}"
-            )
-        return hashes, size
+            return bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
+        hasher = _hasher(engine)
+        return hasher(prompt.token_ids or (), prompt.cache_salt), hasher.digest_bytes
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -181,37 +175,42 @@ class App:
         wait_s = _wait_ms(query) / 1e3
         if (message := self._messages.get(caller, name)) is None:
             raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
-        answer = self._wait(message, lambda each: each.done, wait_s)
+        answer = self._wait(message, lambda each: each.done, wait_s, self._looking)
         if route.path.startswith("/cache/"):
             if len(answer.actions) != 1:
                 raise Bad(404, f"this message is for /v1/kv_hints/{name}: actions={len(answer.actions)}"[:200])
             return _as_lmcache(answer)
         return answer.model_dump()
 
-    def _wait(self, message: Message, ready: Callable[[Answered], bool], most_s: float) -> Answer:
+    def _begun(self, message: Message) -> Answer:
+        return self._wait(message, lambda each: each.outcome != "deferred", FIRST_S, self._posting)
+
+    def _wait(
+        self, message: Message, ready: Callable[[Answered], bool], most_s: float, places: BoundedSemaphore
+    ) -> Answer:
         """Return the answer about a message, at once where too many callers wait already."""
-        if not self._waiters.acquire(blocking=False):
+        if not places.acquire(blocking=False):
             return self._messages.wait(message, ready, 0.0)
         try:
             return self._messages.wait(message, ready, most_s)
         finally:
-            self._waiters.release()
+            places.release()
 
     def _lmcache(self, caller: Caller, body: LMCachePrefetch) -> dict[str, Any]:
         prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
         action = Action(action_id="1", action_type=ACTION, action_version=ACTION_VERSION, payload=prompt)
         envelope = Envelope(protocol_version=ENVELOPE_VERSION, message_id=uuid.uuid4().hex, actions=[action])
-        answer = self._wait(self._announce(caller, envelope), _begun, FIRST_S)
+        answer = self._begun(self._announce(caller, envelope))
         return LMCacheBegun(request_id=answer.message_id, chunks=answer.actions[0].blocks.asked).model_dump()
 
 
 def _found(method: str, path: str) -> tuple[Route, str]:
     """Return the route of a request, and the name at the end of its path. Raises Bad."""
-    head, _, name = path.rpartition("/")
-    fits = [route for route in ROUTES if route.path in (path, f"{head}/{{message_id}}")]
+    heads = {route: route.path.removesuffix("{message_id}") for route in ROUTES}  # an id may have a slash
+    fits = [each for each, head in heads.items() if path == head or (head.endswith("/") and path.startswith(head))]
     for route in fits:
         if method == route.method:
-            return route, name
+            return route, path.removeprefix(heads[route])
     if fits:
         raise Bad(405, f"this path takes another method: method={method!r:.20} path={path!r:.80}")
     raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
@@ -239,10 +238,6 @@ def _hasher(engine: Engine) -> BlockHasher:
         return _made(engine.hash_algorithm, start, engine.hash_tokens, probe)
     except CannotHash as error:
         raise Bad(422, f"engine {engine.engine}: {error}") from None
-
-
-def _begun(answer: Answered) -> bool:
-    return answer.outcome != "deferred"
 
 
 def _most_blocks(prompt: Prefetch, engine: Engine) -> int:

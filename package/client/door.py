@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -39,7 +40,8 @@ class Door:
             connection.sock.settimeout(connection.timeout)
             connection.sock.connect(str(self._path))
             text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the answer may be there already
+                connection.request(method, path, text, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, json.loads(response.read())
         except OSError as error:

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +22,16 @@ from pydantic import ValidationError
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
-from kvprefetch.daemon.door.__main__ import CONNECTIONS
-from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, App
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Prefetch
+from kvprefetch.daemon.door.__main__ import CONNECTIONS, SLOW_S
+from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Prefetch
 from kvprefetch.daemon.door.messages import Messages
-from kvprefetch.shmring.wire.admin import Caller
+from kvprefetch.shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Outcome
 from tests.daemon.door.test_door import announce, message
 from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.lab.passes import percentile
+from tests.lab.process import free_ports
 from tests.support.fake_engine import FakeEngine
 from tests.support.package import ROOT
 from tests.support.waiting import eventually
@@ -67,8 +70,17 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> 
         head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
         sock.sendall(head.encode())
         answer = b"".join(iter(lambda: sock.recv(4096), b""))
-    assert b" 413 " in answer.splitlines()[0]
-    assert str(MAX_BODY).encode() in answer
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    assert " 413 " in head.splitlines()[0]
+    wrong = f"Request Entity Too Large: exceeds max_body of {MAX_BODY}: bytes={100 << 20}"
+    assert json.loads(body) == {"error": wrong}
+
+
+def test_a_caller_that_still_sends_gets_the_answer_to_too_large_a_message(serve: Serve) -> None:
+    """The door answers after the header, and reads no further."""
+    prompt = {"token_ids": [123456] * (MAX_BODY // 8)}
+    status, answer = Door(serve().socket).ask("POST", "/v1/kv_hints", message("m", prompt))
+    assert (status, f"max_body of {MAX_BODY}" in answer["error"]) == (413, True)
 
 
 @pytest.mark.parametrize("field", ["token_ids", "block_hashes"])
@@ -79,15 +91,25 @@ def test_a_check_ends_at_the_first_bad_item(field: str) -> None:
     assert error.value.error_count() == 1
 
 
-def test_slow_and_silent_clients_keep_nobody_out(serve: Serve) -> None:
-    daemon = serve()
+def test_slow_and_silent_clients_keep_nobody_out(serve: Serve, tmp_path: Path) -> None:
+    """On the Unix socket and on the port, which share a process."""
+    token, (port,) = tmp_path / "token", free_ports(1)
+    token.write_text("a token of sixteen bytes or more")
+    token.chmod(0o600)
+    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(token)))
     engine, values = engine_with(daemon, "slow", 4)
-    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(CONNECTIONS + 50)]
+    places: dict[int, Any] = {socket.AF_UNIX: str(hints_socket(daemon.socket)), socket.AF_INET: ("127.0.0.1", port)}
+    clients = [socket.socket(family, socket.SOCK_STREAM) for family in places for _ in range(CONNECTIONS - 1)]
+    clients += [socket.socket(family, socket.SOCK_STREAM) for family in places for _ in range(51)]
     try:
         for number, each in enumerate(clients):
-            each.connect(str(hints_socket(daemon.socket)))
+            each.connect(places[each.family])
             if number % 2:
                 each.sendall(b"POST /v1/kv_hints HTTP/1.1\r\nContent-Length: 900\r\n\r\n{")
+            if number == 2 * CONNECTIONS - 3:
+                began = time.monotonic()
+                assert announce(daemon, "full", list(values))["outcome"] in ("accepted", "completed")
+                assert time.monotonic() - began < SLOW_S / 2, "without waiting until one is closed"
         assert announce(daemon, "m", list(values))["outcome"] in ("accepted", "completed")
     finally:
         for each in clients:
@@ -213,6 +235,36 @@ def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
     assert percentile(found["busy"]["answered_ms"], 0.99) < 2 * computed + 10
     flooded.close()
     neighbour.close()
+
+
+def test_callers_that_wait_for_an_end_take_nobody_the_first_answer() -> None:
+    messages, caller = Messages(), Caller(uid=1, groups=[])
+
+    class Late:
+        """The daemon, which answers a moment later."""
+
+        def engine(self, _: EngineQuery) -> Engine:
+            sizes = {"block_tokens": 1, "block_bytes": 1, "max_blocks": 9, "hash_tokens": 1}
+            return Engine.model_validate({"engine": "e", "epoch": 1, **sizes, "hash_algorithm": "", "hash_probe": ""})
+
+        def announce(self, order: Announce, _: bytes) -> None:
+            accepted = Outcome(number=order.number, outcome="accepted")
+            threading.Timer(0.1, messages.note, [accepted]).start()
+
+    link: Any = Late()
+    app = App(link, messages)
+    messages.add(caller, "open", [Answered(action_id="a", outcome="deferred")])
+
+    def ask(method: str, path: str, query: str = "", body: object = None) -> Any:
+        said = {"REQUEST_METHOD": method, "PATH_INFO": f"/v1/kv_hints{path}", "QUERY_STRING": query, CALLER: caller}
+        return json.loads(b"".join(app({**said, "wsgi.input": io.BytesIO(json.dumps(body).encode())}, lambda *_: None)))
+
+    with ThreadPoolExecutor(2 * WAITERS) as threads:
+        waiting = [threads.submit(ask, "GET", "/open", "wait_ms=3000") for _ in range(2 * WAITERS)]
+        eventually(lambda: sum(each.done() for each in waiting) == WAITERS, what="the others have the answer of now")
+        prompt = message("m", {"block_hashes": ["ab" * 32]})
+        assert ask("POST", "", body=prompt)["actions"][0]["outcome"] == "accepted"
+        assert sum(each.done() for each in waiting) == WAITERS, "they still wait"
 
 
 def test_each_user_has_a_rate_of_its_own() -> None:

@@ -98,22 +98,22 @@ def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: A
 def test_what_was_announced_is_a_hit_and_its_line_says_since_when(serve: Serve, auditor: Auditor) -> None:
     daemon = serve()
     engine, values = engine_with(daemon, "router", 40)
-    chain = list(values)
-    first = announce(daemon, "m1", chain, expected_in_ms=200)
+    chain, name = list(values), "router/1"  # a slash is no end of a name
+    first = announce(daemon, name, chain, expected_in_ms=200)
     assert (first["outcome"] in ("accepted", "completed"), first["engine"]) == (True, "router")
     assert (first["blocks"]["started"], first["blocks"]["missing"]) == (40, 0)
     assert first["bytes"] == sum(map(len, values.values()))
-    done = became(daemon, "m1", "completed")
+    done = became(daemon, name, "completed")
     assert (done["blocks"]["fetched"], done["blocks"]["no_room"]) == (40, 0)
-    again = announce(daemon, "m1", chain[:3])
+    again = announce(daemon, name, chain[:3])
     assert again["outcome"] == "completed", "a message that came already is answered as it stands"
     assert engine.load(chain, name="request") == list(values.values())
     line = request_line(daemon, "request")
     assert (line["announced_blocks"], line["announced_staged"], line["bytes"]) == (40, 40, 0)
     assert line["announced_ms"] > 0
-    became(daemon, "m1", "used")
+    became(daemon, name, "used")
     [written] = daemon.records("announcement.done")
-    assert (written["name"], written["outcome"], written["fetched_blocks"]) == ("m1", "used", 40)
+    assert (written["name"], written["outcome"], written["fetched_blocks"]) == (name, "used", 40)
     auditor.assert_idle(daemon.pid, daemon.socket)
     engine.close()
 
@@ -315,6 +315,12 @@ def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
         caller=Caller(uid=0, groups=[]), number=1, name="m", engine="e", epoch=1, hashes=1, hash_bytes=32
     )
     assert "descriptor" in ask(daemon.socket, without, Refused, uid=0).error
+    outcomes, gone = list[Outcome](), threading.Event()
+    link = Link(daemon.socket, outcomes.append, gone.set)
+    link.announce(without.model_copy(update={"caller": Caller(uid=4243, groups=[])}), bytes(32))
+    eventually(lambda: outcomes, what="an answer")
+    assert (outcomes[0].outcome, "may not attach" in outcomes[0].reason) == ("rejected", True), "it might a moment ago"
+    assert not gone.is_set(), "and costs other callers nothing"
     theirs.close()
 
 
