@@ -90,7 +90,6 @@ USED: Mapping[str, str] = {
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
     " num_preemptions num_prompt_tokens num_tokens priority request_id resumable session_id skip_reading_prefix_cache"
     " status trace_headers",
-    "vllm.v1.request.RequestStatus": "WAITING_FOR_REMOTE_KVS",
 }
 
 
@@ -99,12 +98,6 @@ def ray_reports_all_stages() -> bool:
     from vllm import envs
 
     return bool(getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True))
-
-
-def waits_for_load(request: Any) -> bool:
-    """Whether vLLM took an asynchronous answer. From 0.33 on it may name the blocks in a later pass."""
-    found: bool = request.status.name == "WAITING_FOR_REMOTE_KVS"
-    return found
 
 
 def lacks() -> list[str]:

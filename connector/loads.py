@@ -32,28 +32,15 @@ def not_given(request_id: str, tokens: int) -> RuntimeError:
 
 
 class Loads:
-    """The dispatched loads of one engine, `running`, and the orders of this pass.
-
-    `kept`: answers that vLLM took, but whose blocks it names in a later pass.
-    """
+    """The dispatched loads of one engine, `running`, and the orders of this pass."""
 
     def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
         self._geometry, self._counters = geometry, counters
         self.running: dict[int, Load] = {}
         self._orders: list[LoadOrder] = []
-        self.kept: dict[str, tuple[Answer, Handle]] = {}
         self._next_id = 1
         # Of the load dispatched last.  Its handle would keep the digests of a request that may be long gone.
         self._last = ("", 0, 0)  # request, epoch, flag
-
-    def keep(self, state: RequestState) -> None:
-        """vLLM took the request's answer and names its blocks in a later pass: its claim stays until then."""
-        self.kept[state.request.request_id] = state.promise(0)
-
-    def forget(self, request_id: str, session: SchedulerSession | None) -> Handle | None:
-        """A kept answer will not be loaded. Return its handle, if it is of this session."""
-        _, handle = self.kept.pop(request_id, (None, None))
-        return handle if handle is not None and handle.session is session else None
 
     def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> bool:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
@@ -63,14 +50,11 @@ class Loads:
         `allocated`: vLLM's KVCacheBlocks.  Raises RuntimeError without an answer of so many tokens.
         """
         request_id, count = state.request.request_id, tokens // self._geometry.block_tokens
-        answer, handle = self.kept.get(request_id) or (state.answer, state.handle)
+        answer, handle = state.answer, state.handle
         if answer is None or handle is None or tokens > answer.count * self._geometry.block_tokens:
             raise not_given(request_id, tokens)
         stop = answer.start + count
-        if state.answer is answer:
-            state.promise(stop)
-        else:
-            state.dispatch(stop)
+        state.dispatch(stop)
         load_id, self._next_id = self._next_id, self._next_id + 1
         blocks, slots = self._blocks(answer, count, allocated.blocks)
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
@@ -79,7 +63,6 @@ class Loads:
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = load
         self._last = request_id, handle.session.epoch, handle.flag
-        self.kept.pop(request_id, None)  # after the line before: see `epochs`
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
         return answer.asynchronous
@@ -117,9 +100,7 @@ class Loads:
 
     def epochs(self) -> set[int]:
         """Epochs whose memory a rank may still read, or will. From any thread."""
-        kept = [handle for _, handle in list(self.kept.values())]
-        running = [load.handle for load in list(self.running.values())]
-        return {handle.session.epoch for handle in kept + running}
+        return {load.handle.session.epoch for load in list(self.running.values())}
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
         """Count ranks that ended (or failed to do) loads. Return the loads that all ranks have ended now."""

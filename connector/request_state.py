@@ -3,7 +3,7 @@
     state      handle  answer  wait   settled  loading
     queued     any     None    any    no       no       hinted if `handle` is set, pending if `wait` is set
     answered   set     set     any    no       no       claimed for this pass only
-    loading    None    None    None   any      yes      an asynchronous load runs or will; not settled: after a reset
+    loading    None    None    None   any      yes      an asynchronous load runs; not settled: after a reset
     settled    None    None    None   yes      no       admitted, or nothing to take: no more hints
 
 Other modules read the fields; only the methods below write them, and each asserts the states it may start from.
@@ -127,21 +127,11 @@ class RequestState:
 
     # --- admitted ---------------------------------------------------------------------------------------------------
 
-    def promise(self, saved: int) -> tuple[Answer, Handle]:
-        """vLLM took the answer. Return it and the handle, which are the load's from now on.
-
-        `saved`: as in `dispatch`, where the load is dispatched now.
-        """
-        answer, handle = self.answer, self.handle
-        assert answer is not None and handle is not None, self  # noqa: PT018
-        self.loading, self.settled = answer.asynchronous, True
-        self.handle = self.answer = self.wait = None
-        self.saved = saved
-        return answer, handle
-
     def dispatch(self, stop: int) -> None:
-        """The blocks up to `stop` of an answer taken in an earlier pass are being loaded."""
-        assert self.settled or self.loading, self
+        """vLLM took the answer: its blocks up to `stop` are being loaded, and answer and handle are the load's."""
+        assert self.answer is not None and self.handle is not None, self  # noqa: PT018
+        self.loading, self.settled = self.answer.asynchronous, True
+        self.handle = self.answer = self.wait = None
         self.saved = stop
 
     def settle(self) -> Handle | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
-from . import compat, hints
+from . import hints
 from .claims import NOTHING, PENDING, Claims, Pass, Reply
 from .config import ConnectorConfig
 from .events import SavedBlocks
@@ -193,7 +193,6 @@ class SchedulerSide:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
         self.answered.discard(request_id)
-        self.claims.give_back(request_id, self.loads.forget(request_id, self._session), Outcome.UNUSED)
         self.claims.give_back(request_id, state.settle(), Outcome.UNUSED)
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -202,7 +201,6 @@ class SchedulerSide:
         """Whether nothing goes on that the next step would have to see, if it only decodes."""
         return not (
             self.loads.running
-            or self.loads.kept
             or (self.saves.unsaved and self._session is not None)
             or self.saves.left
             or self.saves.copied
@@ -233,11 +231,7 @@ class SchedulerSide:
         try:
             session = self._usable_session()
             while self.answered:
-                state = self.requests[self.answered.pop()]
-                if compat.waits_for_load(state.request):
-                    self.loads.keep(state)
-                else:
-                    self.claims.withdraw(state)
+                self.claims.withdraw(self.requests[self.answered.pop()])
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):
                 block_tokens = self._geometry.block_tokens
@@ -326,15 +320,13 @@ class SchedulerSide:
             self.saves.leave(state, block_ids)
         if state.deferred_ns:
             self._waits.over(state, self._now_ns())
-        if not state.settled or self.loads.kept or self.claims.dropped:
+        if not state.settled or self.claims.dropped:
             self._abort(state, request_id)
 
     @detaching(None)
     def _abort(self, state: RequestState, request_id: str) -> None:
         """A request has ended that vLLM may not have admitted."""
         self.answered.discard(request_id)
-        kept = self.loads.forget(request_id, self._session)
-        self.claims.give_back(request_id, kept, Outcome.ABORTED)
         self.claims.finish(state, Outcome.ABORTED)
 
     @detaching(None)

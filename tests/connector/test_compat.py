@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import enum
 import logging
 import re
 from collections.abc import Iterator
@@ -83,7 +82,6 @@ CHANGES: list[tuple[object, str, Any, str]] = [
     (KVPrefetchConnector, "__abstractmethods__", frozenset({"flush"}), "hook flush: not known here"),
     (base, "SupportsHMA", None, "base.SupportsHMA: missing"),
     (request, "Request", Request, "request.Request.all_token_ids: missing"),
-    (request, "RequestStatus", enum.Enum("RequestStatus", ["WAITING"]), "RequestStatus.WAITING_FOR_REMOTE_KVS"),
     (kv_cache_manager.KVCacheManager, "get_computed_blocks", None, "KVCacheManager.get_computed_blocks: missing"),
     (SpeculativeConfig, "use_eagle_block_drop", with_queue, "use_eagle_block_drop: parameters self, request, queue"),
     (kv_cache_utils, "to_event_extra_keys", None, "kv_cache_utils.to_event_extra_keys: missing"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -68,23 +67,13 @@ def loads(engine: Engine) -> None:
     engine.side.finished(request)
 
 
-def promises(engine: Engine) -> None:
-    """An answer is taken, and vLLM names its blocks in a later pass."""
-    request = engine.add("other", 3 * BLOCK)
-    engine.daemon.stage("other", 2)
-    assert engine.match(request)[0]
-    request.status = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
-    engine.step([(engine.side.requests["r"].request, 1)])
-    assert engine.side.loads.kept
-
-
 def drops(engine: Engine) -> None:
     """A hint finds no flag."""
     while not engine.side.claims.dropped:
         engine.add(f"r{len(engine.side.requests)}", 3 * BLOCK)
 
 
-@pytest.mark.parametrize("event", [answers, waits, loads, promises, drops])
+@pytest.mark.parametrize("event", [answers, waits, loads, drops])
 def test_a_step_in_which_something_goes_on_is_planned(
     decoding: tuple[Engine, Request], event: Callable[[Engine], None]
 ) -> None:

@@ -64,6 +64,15 @@ def test_routed_experts_of_a_block_that_was_not_computed_here_end_the_engine(tmp
     check(config, "enable_return_routed_experts=True")
 
 
+@pytest.mark.shows("HiSparse", refused=True)
+def test_p35_an_engine_that_would_name_the_blocks_of_an_answer_later_is_refused(tmp_path: Path) -> None:
+    """With the host's cache of HiSparse alone; else an answer that a pass did not use is void."""
+    config, cache = engine_config(tmp_path), kv_cache_config()
+    check(config, None, cache)
+    cache.hisparse_host_num_blocks = 1
+    check(config, "host-resident KV caches are not served: hisparse_host_num_blocks is set", cache)
+
+
 @pytest.mark.shows("`--enable-fault-tolerance`", refused=True)
 def test_an_engine_that_lives_on_after_a_failed_step_is_refused(tmp_path: Path) -> None:
     """vLLM keeps its prefix cache over such a step, and blocks are in it before the step fills them."""

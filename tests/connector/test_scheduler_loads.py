@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
-from tests.support import scheduler_checks
 
-from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine, FakeDaemon, Request
+from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine
 
 NOTHING, PENDING = (0, False), (None, False)
 
@@ -134,59 +132,6 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
         return
     engine.take(request, 3 * BLOCK)
     assert list(engine.step([(request, 4 * BLOCK)]).loads[0].slots) == [1, 2, 3]
-
-
-def taken_but_without_blocks() -> tuple[Engine, Request]:
-    """vLLM took the asynchronous answer and names the blocks in a later pass (0.33, `deferred_loads`)."""
-    engine = Engine(load_mode="async")
-    request = engine.add("r", 4 * BLOCK)
-    engine.daemon.stage("r", 3, slots=[9, 3, 7])
-    assert engine.match(request) == (3 * BLOCK, True)
-    request.status = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
-    for _ in range(2):
-        assert engine.step().loads == []
-        assert engine.daemon.flag("r") == (1, FlagState.CLAIMED, 3)
-    return engine, request
-
-
-@pytest.mark.parametrize("between", ["nothing", "a reset", "another epoch", "no daemon"])
-@pytest.mark.parametrize("blocks", [3, 2])
-def test_p35_an_answer_whose_blocks_come_later_is_loaded_then(between: str, blocks: int) -> None:
-    """vLLM counts on it, whatever happens in between: the bytes lie in memory that all ranks have mapped."""
-    engine, request = taken_but_without_blocks()
-    if between == "a reset":
-        assert engine.side.reset()
-    elif between == "another epoch":
-        engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
-    elif between == "no daemon":
-        engine.link.session = None
-    engine.step()
-    assert 1 in engine.side.live_epochs()
-    engine.allocate(request, blocks * BLOCK)
-    meta = engine.step()
-    assert [(load.epoch, list(load.slots), load.asynchronous) for load in meta.loads] == [(1, [9, 3, 7][:blocks], True)]
-    assert 1 in meta.live_epochs
-    engine.acknowledge(meta)
-    ended = between in {"another epoch", "no daemon"}
-    assert engine.daemon.flag("r").state == (FlagState.CLAIMED if ended else FlagState.RELEASED)
-    assert engine.side.live_epochs() == {"another epoch": (2,), "no daemon": ()}.get(between, (1,))
-    engine.side.finished(request)
-    assert scheduler_checks.held(engine.side) == []
-
-
-@pytest.mark.parametrize("end", ["abort", "nothing to load"])
-def test_p35_an_answer_whose_blocks_come_never_is_given_back(end: str) -> None:
-    """The request is aborted in between; or another connector of a MultiConnector does the load."""
-    engine, request = taken_but_without_blocks()
-    if end == "abort":
-        engine.side.finished(request)
-    else:
-        engine.allocate(request, 0)
-        engine.side.finished(request)
-    assert engine.daemon.flag("r").state == FlagState.RELEASED
-    engine.daemon.drain()
-    assert [done.outcome for done in engine.daemon.dones] == [Outcome.ABORTED if end == "abort" else Outcome.UNUSED]
-    assert scheduler_checks.held(engine.side) == []
 
 
 def test_shadow_mode_reports_and_never_loads() -> None:

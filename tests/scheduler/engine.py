@@ -104,6 +104,7 @@ class Engine:
             hash_block_size=shape.groups.hash_tokens,
             log_stats=False,
         )
+        assert not getattr(self.scheduler, "defer_async_loads", False), "an engine that would do so is refused"
         self.scheduler.use_v2_model_runner = shape.second_runner
         self._aggregator = KVOutputAggregator(shape.ranks)
         self.oracle: Oracle | None = None

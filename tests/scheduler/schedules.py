@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
@@ -142,14 +141,10 @@ def play(engine: Engine, schedule: Schedule) -> None:
         act(engine)
 
 
-def check(
-    site: Site, shape: Shape, schedule: Schedule, prepare: Callable[[Engine], None] | None = None
-) -> Counter[str]:
+def check(site: Site, shape: Shape, schedule: Schedule) -> Counter[str]:
     """Play a schedule and check everything. Return counts of what happened."""
     engine = Engine(shape, site, truth_of(shape))
     try:
-        if prepare is not None:
-            prepare(engine)
         # What a first engine left in the store, for loads from the start.
         play(engine, [Add(family, 36, 1, 1) for family in range(len(FAMILIES))] + [run(60)])
         engine.settle(STORED_S)
@@ -162,18 +157,8 @@ def check(
     return engine.counts + engine.oracle.counts
 
 
-def explore(
-    site: Site,
-    examples: int,
-    *,
-    seeded: bool = True,
-    prepare: Callable[[Engine], None] | None = None,
-    **changes: Any,
-) -> Counter[str]:
-    """Check random schedules on shapes with `changes`, the same ones every time when `seeded`. Return counts.
-
-    `prepare` may change each engine before it starts.
-    """
+def explore(site: Site, examples: int, *, seeded: bool = True, **changes: Any) -> Counter[str]:
+    """Check random schedules on shapes with `changes`, the same ones every time when `seeded`. Return counts."""
     total: Counter[str] = Counter()
 
     @settings(
@@ -191,7 +176,7 @@ def explore(
         total["examples"] += 1
         shape = replace(shape, **changes)
         more = sum(MAX_MODEL_LEN // group.block_tokens for group in shape.groups.groups[1:])
-        total.update(check(site, replace(shape, blocks=shape.blocks + more), schedule, prepare))
+        total.update(check(site, replace(shape, blocks=shape.blocks + more), schedule))
 
     for corner in CORNERS:
         promises_hold = example(shape=CORNER_SHAPE, schedule=corner)(promises_hold)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import traceback
 from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis.errors import FlakyFailure
 
-from kvprefetch.connector import compat
-from kvprefetch.connector.loads import Loads
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
 from kvprefetch.connector.request_state import Answer, RequestState
-from tests.scheduler.engine import Engine
 from tests.scheduler.schedules import explore
 from tests.scheduler.shape import Site
 
@@ -43,36 +38,6 @@ def test_random_schedules(site: Site, queue: int) -> None:
     print(total)
     for what in COVERED:
         assert total[what] > 0, f"no example had any {what}: {total}"
-
-
-@pytest.mark.shows("loads dispatched in a later pass")
-@pytest.mark.parametrize("queue", [2, 3])
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "withdrawn at the end of the pass"])
-def test_loads_that_vllm_dispatches_in_a_later_pass(
-    site: Site, monkeypatch: pytest.MonkeyPatch, queue: int, kept: bool
-) -> None:
-    """An answer is kept until then. Without that, the engine would compute on blocks that nobody fills."""
-    deferred: Counter[str] = Counter()
-    keep = Loads.keep
-
-    def prepare(engine: Engine) -> None:
-        if not hasattr(engine.scheduler, "defer_async_loads"):
-            pytest.skip("this vLLM dispatches a load in the pass of its answer (it defers from 0.33 on)")
-        engine.scheduler.defer_async_loads = True  # as it is with HiSparse
-
-    def counted(self: Loads, state: RequestState) -> None:
-        deferred["loads"] += 1
-        keep(self, state)
-
-    monkeypatch.setattr(Loads, "keep", counted)
-    if kept:
-        print(explore(site, 35, queue=queue, load_mode="async", prepare=prepare))
-        assert deferred["loads"] > 0
-    else:
-        monkeypatch.setattr(compat, "waits_for_load", lambda request: False)
-        with pytest.raises((RuntimeError, FlakyFailure)) as caught:
-            explore(site, 35, queue=queue, load_mode="async", prepare=prepare)
-        assert "an answer that was not given" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.stress

@@ -42,7 +42,6 @@ def held(side: SchedulerSide) -> list[str]:
         "requests": side.requests,
         "requests with unsaved blocks": side.saves.unsaved,
         "loads": side.loads.running,
-        "answers taken": side.loads.kept,
         "saves": side.saves.waiting,
     }
     return [f"{what} still held: {list(items)}" for what, items in found.items() if items]

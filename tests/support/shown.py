@@ -50,7 +50,6 @@ FEATURES = (
     "queues longer than staging",
     "random schedules, `Scheduler` and `AsyncScheduler`",
     "streaming sessions",
-    "loads dispatched in a later pass",
     "daemon that stops, hangs and comes back",
     "upgrade of the daemon",
     "killed engines and workers",
@@ -81,6 +80,7 @@ FEATURES = (
     "sleep mode",
     "`--enable-fault-tolerance`",
     "routed experts in the output",
+    "HiSparse",
     "KV scales per token and head, `--enforce-eager`",
 )
 LEVELS = ("run end to end", "run at scheduler level", "refused")
