@@ -120,7 +120,7 @@ class DaemonConfig(BaseModel):
         description="concurrent fetches, at most; one that does not sleep while it waits keeps a core busy",
     )
     hint_ring: Annotated[Size, _within(1 << 16, 1 << 30)] = Field(
-        default=4 << 20, description="bytes of each engine's hint ring"
+        default=4 << 20, description="bytes of each engine's hint ring, or the next power of two"
     )
     rpc_timeout_ms: Number = Field(default=2000, ge=10, le=60_000, description="one question to the master")
     metrics_address: str = Field(

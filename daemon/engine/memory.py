@@ -164,7 +164,7 @@ def layout_for(config: DaemonConfig, epoch: int, engine: EngineInfo, device_slot
             f"staging={size_text(config.staging)} to {whole_mib(4 * wanted + (1 << 20) - 1)}"
         )
     layout = Layout(
-        ring_bytes=max(config.hint_ring, ring_bytes),
+        ring_bytes=power_of_two_at_least(max(config.hint_ring, ring_bytes)),
         flag_count=FLAGS,
         page_count=page_count,
         table_entries=names,
