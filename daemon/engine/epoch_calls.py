@@ -283,7 +283,8 @@ class EpochCalls:
             parts.counters.add("saved_again_blocks", put.stored_before)
             parts.counters.add("present_blocks", put.present)
             parts.counters.add("lost_saves", put.failed)
-            if not (save := put.save).puts:
+            if put.last:
+                save = put.save
                 parts.log.info(
                     "save.done",
                     save_id=save.save_id,

@@ -18,6 +18,7 @@ from .transfers import SaveResult
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
+FORGET_NS = 60_000_000_000  # after a try, however it ended: then a row begins anew
 MAX_PUT_BLOCKS = 4096  # the slots of one put fit a control message
 
 
@@ -49,6 +50,7 @@ class Put:
     present: int = 0
     failed: int = 0
     tries: int = 0
+    last: bool = False  # of its save to end
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
 
@@ -84,7 +86,8 @@ class Saver:
         self._busy = False
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]
-        self._fruitless = 0  # tries in a row in which no block got in
+        self._fruitless = 0  # tries in a row in which no block got in, the last one at `_tried_ns`
+        self._tried_ns = 0
 
     # --- saves ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +139,9 @@ class Saver:
         Later keys do not name the values of older weights, so the engine hears that they are lost.
         """
         self._busy, older = False, put.save.generation < self.generation
+        if now_ns - self._tried_ns > FORGET_NS:
+            self._fruitless, self._pause_ns = 0, PAUSE_NS[0]
+        self._tried_ns = now_ns
         put.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         put.stored += result.stored
@@ -169,6 +175,7 @@ class Saver:
     def _end(self, put: Put) -> Put:
         save = put.save
         save.puts -= 1
+        put.last = not save.puts
         save.stored += put.stored
         save.present += put.present
         save.failed += put.failed

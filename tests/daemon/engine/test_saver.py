@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvprefetch.daemon.engine.reasons import StoredBefore
-from kvprefetch.daemon.engine.saver import PAUSE_NS, TRIES, Put, Save, Saver
+from kvprefetch.daemon.engine.saver import FORGET_NS, PAUSE_NS, TRIES, Put, Save, Saver
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
@@ -37,7 +37,7 @@ class Setup:
         for put in ended:
             self.notices.append(put.notice)
             self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
-            self.saves += [] if put.save.puts else [put.save]
+            self.saves += [put.save] if put.last else []
         self.granted += self.saver.next_grant(saving=self.saving)
         if self.saver.waiting(self.now) and (job := self.saver.next_put(self.put_blocks)) is not None:
             self.jobs.append(job)
@@ -206,6 +206,24 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
     assert sorted(setup.granted) == list(range(8))
     assert setup.counts["lost"] == 8
     assert [notice.lost for notice in setup.notices] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert [(save.failed, save.tries) for save in setup.saves] == [(8, TRIES)], "one line"
+
+
+def test_a_full_store_of_long_ago_costs_a_save_no_tries() -> None:
+    setup = Setup()
+    setup.save(3)
+    for _ in range(TRIES):
+        setup.end(again=True)
+        setup.now += PAUSE_NS[1]
+        setup.tick()
+    setup.save(3, save_id=2)
+    setup.now += FORGET_NS
+    setup.tick()
+    setup.end(again=True)
+    setup.now += PAUSE_NS[0]
+    setup.tick()
+    assert setup.end() == [0, 1, 2]
+    assert (setup.counts["lost"], setup.counts["saved"]) == (3, 3)
 
 
 def test_a_save_of_old_weights_is_lost() -> None:
