@@ -163,7 +163,7 @@ def frame(status: Status, rates: overview.Rates, view: View = View()) -> Rendera
     if slowest := [row for row in overview.slowest(status) if view.only.lower() in " ".join(row).lower()]:
         columns = ["waited", "outcome", "cause", "fetched", "ended", "engine", "request"]
         table = _table(columns, slowest, {"engine": 1, "request": 2}, "left")
-        table.title, table.title_justify = "waited longest in the last five minutes", "left"
+        table.title, table.title_justify = "waited longest lately", "left"
         parts += [Text(), table]
     return Group(*parts)
 

@@ -204,10 +204,10 @@ def known_rates(status: Status) -> list[str]:
 
 
 def slow_causes(status: Status) -> list[str]:
-    """Return a line of what made requests slow in the last five minutes, what was waited for longest first."""
+    """Return a line of what made the latest requests (trace.RECENT) slow, what was waited for longest first."""
     found = sorted(status.causes.items(), key=lambda each: (-each[1][1], -each[1][0]))
     named = ", ".join(f"{label(cause)} {count:.0f} ({number(ms / 1e3)} s)" for cause, (count, ms) in found)
-    return [f"slow in the last five minutes, requests (waited): {named}"] if found else []
+    return [f"slow lately, requests (waited): {named}"] if found else []
 
 
 def pace(rates: Rates) -> str:
@@ -225,7 +225,7 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
     lines += names(status)
     lines += refused(status)
     if status.slowest:
-        lines += ["", "waited longest in the last five minutes:", *aligned(slowest(status))]
+        lines += ["", "waited longest lately:", *aligned(slowest(status))]
     return lines
 
 

@@ -130,8 +130,7 @@ def test_the_store_s_rates_and_the_causes_are_shown() -> None:
     expected = [
         "fetches from memory: now 1.2 MiB/s, last 5 min 1.2 MiB/s, last hour 96 MiB/s",
         "puts: now 5 MiB/s",
-        "slow in the last five minutes, requests (waited): slow link 92 (80.0 s), evicted 30 (0.02 s), never stored 3 "
-        "(0.00 s)",
+        "slow lately, requests (waited): slow link 92 (80.0 s), evicted 30 (0.02 s), never stored 3 (0.00 s)",
     ]
     assert [line for line in overview.describe(now) if line in expected] == expected
     assert [line.rstrip() for line in shown(now, 200) if line.rstrip() in expected] == expected
