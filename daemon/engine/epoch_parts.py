@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...shmring.wire.codec import Message
 from ..config.model import DaemonConfig, Mode
 from ..planning.bad_values import BadValues
+from ..planning.blocks import MAX_RUN
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
 from ..planning.requests import Key
@@ -59,7 +60,7 @@ class EpochParts:
         self.ranks = self.ranks_of(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
         self.traces = Traces(memory.block_bytes, len(engine.groups))
-        chunk_blocks = max(1, config.chunk // memory.block_bytes)
+        chunk_blocks = max(1, min(MAX_RUN, config.chunk // memory.block_bytes))
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(
             memory.save_slots_from,

@@ -24,6 +24,7 @@ from .requests import Request
 from .runs import BlockState, Lane, Run
 
 MAX_TRIES = 1024  # idle runs looked at for one that makes room
+MAX_RUN = 512  # blocks: where an engine hints them in a wrong order, each cuts a run
 
 
 class Blocks:
@@ -234,7 +235,7 @@ class Blocks:
         for run in list(self.runs(slots[start:stop])):
             if run.pins != 1 or run.state is not BlockState.STAGED:
                 last = None
-            elif last is None or not run.is_like(last):
+            elif last is None or not run.is_like(last) or len(last) + len(run) > MAX_RUN:
                 last = run
             else:
                 last.digests += run.digests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 
+from kvprefetch.daemon.planning.blocks import MAX_RUN
 from tests.daemon.planning.support import hint, hit, planned, run
 
 
@@ -49,6 +50,23 @@ def test_requests_that_share_what_they_hold_make_no_victim_dearer() -> None:
         return sorted(rounds)[20]
 
     assert cost(5000) < 15 * cost(50)
+
+
+def test_blocks_that_are_hinted_in_another_order_cost_no_more_each_the_more_there_are() -> None:
+    """Each cuts a run, of bounded length. An engine that lies would hold up the loop for all others."""
+
+    def cost(blocks: int) -> float:
+        planner, _ = planned(blocks, MAX_RUN)
+        names = [f"b{number}" for number in range(blocks)]
+        hit(planner, 0, *names)
+        run(planner)
+        planner.finish((0, 1))
+        assert planner.gauges()["slots_idle"] == blocks
+        started = time.perf_counter()
+        hint(planner, 1, *names[::2], *names[1::2])
+        return (time.perf_counter() - started) / blocks
+
+    assert cost(16_000) < 5 * min(cost(1000) for _ in range(3))
 
 
 def test_requests_that_ended_behind_one_that_waits_are_forgotten() -> None:
