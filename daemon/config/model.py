@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from ...shmring.wire.control_socket import check_socket_path, default_socket
 from .machine import usable_cores
@@ -163,6 +163,13 @@ class DaemonConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: object) -> object:
+        if isinstance(value, str) and "\0" in value:  # the system's functions take no such name
+            raise ValueError("should have no zero byte")
+        return value
 
     @property
     def hints_socket(self) -> Path:
