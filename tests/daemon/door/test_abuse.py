@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.door import app as app_module
 from kvprefetch.daemon.door.__main__ import CONNECTIONS, SLOW_S
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Prefetch
@@ -237,7 +238,8 @@ def test_requests_are_answered_as_soon_beside_a_busy_door(serve: Serve) -> None:
     neighbour.close()
 
 
-def test_callers_that_wait_for_an_end_take_nobody_the_first_answer() -> None:
+def test_callers_that_wait_for_an_end_take_nobody_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "FIRST_S", 20.0)
     messages, caller = Messages(), Caller(uid=1, groups=[])
 
     class Late:
@@ -260,7 +262,7 @@ def test_callers_that_wait_for_an_end_take_nobody_the_first_answer() -> None:
         return json.loads(b"".join(app({**said, "wsgi.input": io.BytesIO(json.dumps(body).encode())}, lambda *_: None)))
 
     with ThreadPoolExecutor(2 * WAITERS) as threads:
-        waiting = [threads.submit(ask, "GET", "/open", "wait_ms=3000") for _ in range(2 * WAITERS)]
+        waiting = [threads.submit(ask, "GET", "/open", "wait_ms=8000") for _ in range(2 * WAITERS)]
         eventually(lambda: sum(each.done() for each in waiting) == WAITERS, what="the others have the answer of now")
         prompt = message("m", {"block_hashes": ["ab" * 32]})
         assert ask("POST", "", body=prompt)["actions"][0]["outcome"] == "accepted"
