@@ -275,8 +275,10 @@ def worker(server: Server) -> Iterator[Link[WorkerSession]]:
     link.close()
 
 
-def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()) -> None:
-    """A daemon that attaches the worker with this epoch and ends."""
+def attach(
+    server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()
+) -> tuple[socket.socket, Segment]:
+    """A daemon attaches the worker with this epoch. Return its connection, and the staging."""
     sock, _ = server.accept()
     segment = Segment.create(4 * SLOT_BYTES)
     attached = Attached(
@@ -285,6 +287,12 @@ def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epo
     send_message(sock, attached, [segment.fd])
     assert Server.receive(sock) == Mapped(epoch=epoch)
     eventually(lambda: link.session is not None)
+    return sock, segment
+
+
+def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()) -> None:
+    """A daemon that attaches the worker with this epoch and ends."""
+    sock, segment = attach(server, link, epoch, live_epochs)
     sock.close()
     segment.close()
     eventually(lambda: link.session is None)
@@ -328,13 +336,8 @@ def test_the_staging_of_the_session_is_left_alone_beside_an_ended_one(
     live_and_die(server, worker, 1)
     ended, tried, close = worker.mapped(1), list[Segment](), Segment.close
     monkeypatch.setattr(Segment, "close", lambda segment: tried.append(segment) or close(segment))
-    sock, _ = server.accept()
-    segment = Segment.create(4 * SLOT_BYTES)
-    attached = Attached(epoch=2, segment_bytes=segment.size_bytes, slot_count=4, slot_bytes=SLOT_BYTES, live_epochs=[1])
-    send_message(sock, attached, [segment.fd])
-    eventually(lambda: worker.session is not None)
+    sock, segment = attach(server, worker, 2, live_epochs=(1,))
     assert ended is not None
-    assert worker.session is not None
     tried.clear()
     eventually(lambda: len(tried) > 1, what="the ended one is tried again")
     assert {each.address for each in tried} == {ended.segment.address}

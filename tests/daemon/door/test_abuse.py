@@ -28,7 +28,7 @@ from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, A
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Outcome
-from tests.daemon.door.test_door import announce, message
+from tests.daemon.door.test_door import announce, message, token_file
 from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.lab.passes import percentile
@@ -94,10 +94,8 @@ def test_a_check_ends_at_the_first_bad_item(field: str) -> None:
 
 def test_slow_and_silent_clients_keep_nobody_out(serve: Serve, tmp_path: Path) -> None:
     """On the Unix socket and on the port, which share a process."""
-    token, (port,) = tmp_path / "token", free_ports(1)
-    token.write_text("a token of sixteen bytes or more")
-    token.chmod(0o600)
-    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(token)))
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(token_file(tmp_path))))
     engine, values = engine_with(daemon, "slow", 4)
     places: dict[int, Any] = {socket.AF_UNIX: str(hints_socket(daemon.socket)), socket.AF_INET: ("127.0.0.1", port)}
     clients = [socket.socket(family, socket.SOCK_STREAM) for family in places for _ in range(CONNECTIONS - 1)]

@@ -46,6 +46,14 @@ Answer = tuple[int, dict[str, Any]]
 TOKEN = "a token of sixteen bytes or more"
 
 
+def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
+    """Write the file that `hints_token` names."""
+    file = folder / "token"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
 def message(name: str, *prompts: dict[str, Any]) -> dict[str, Any]:
     common = {"action_type": "kv.prefetch", "action_version": "1.0"}
     actions = [{"action_id": str(number), **common, "payload": prompt} for number, prompt in enumerate(prompts)]
@@ -247,9 +255,7 @@ def test_without_a_place_for_its_socket_the_daemon_serves_on(serve: Serve, tmp_p
 
 
 def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
-    file, port = tmp_path / "token", free_ports(1)[0]
-    file.write_text(f"{TOKEN}\n")
-    file.chmod(0o600)
+    file, port = token_file(tmp_path, f"{TOKEN}\n"), free_ports(1)[0]
     daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(file)))
     engine, values = engine_with(daemon, "port", 3)
     body = json.dumps(message("m", {"block_hashes": [digest.hex() for digest in values]}))
@@ -273,9 +279,7 @@ def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
     ("mode", "text", "wrong"), [(0o644, TOKEN, "other users may read it"), (0o600, "short", "16 to 4096 bytes")]
 )
 def test_a_bad_token_file_ends_the_start(tmp_path: Path, mode: int, text: str, wrong: str) -> None:
-    file = tmp_path / "token"
-    file.write_text(text)
-    file.chmod(mode)
+    file = token_file(tmp_path, text, mode)
     for command in ("check-config", "serve"):
         said = kvprefetchd(command, "--hints-port", free_ports(1)[0], "--hints-token", file)
         assert said.returncode == 78

@@ -59,6 +59,13 @@ class Setup:
     def reset(self, generation: int) -> None:
         self.carry_on(self.saver.reset(generation, StoredBefore()))
 
+    def give_up(self) -> None:
+        """Let the store be full for all the tries of the running put."""
+        for _ in range(TRIES):
+            self.end(again=True)
+            self.now += PAUSE_NS[1]
+            self.tick()
+
     def end(self, *, again: bool = False, disk: bool = False) -> list[int]:
         """End the running put; return the slots it had."""
         put = self.jobs.pop()
@@ -198,10 +205,7 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
     """Else a store that is gone keeps the slots of a long queue for minutes: each job would try anew."""
     setup = Setup()
     setup.save(8)
-    for _ in range(TRIES):
-        setup.end(again=True)
-        setup.now += PAUSE_NS[1]
-        setup.tick()
+    setup.give_up()
     assert setup.jobs == []
     assert sorted(setup.granted) == list(range(8))
     assert setup.counts["lost"] == 8
@@ -212,10 +216,7 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
 def test_a_full_store_of_long_ago_costs_a_save_no_tries() -> None:
     setup = Setup()
     setup.save(3)
-    for _ in range(TRIES):
-        setup.end(again=True)
-        setup.now += PAUSE_NS[1]
-        setup.tick()
+    setup.give_up()
     setup.save(3, save_id=2)
     setup.now += FORGET_NS
     setup.tick()

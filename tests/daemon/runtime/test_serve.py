@@ -17,6 +17,7 @@ import pytest
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.shmring.wire import admin
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, send_message
+from tests.daemon.door.test_door import token_file
 from tests.daemon.stores import blocks, stored
 from tests.lab import process
 from tests.lab.daemon import Daemon
@@ -54,9 +55,7 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
 def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(
     tmp_path: Path, key: str, cure: str
 ) -> None:
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef")
-    token.chmod(0o600)
+    token = token_file(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         extra = ("--metrics-port", "0", "--hints-token", str(token), f"--{key.replace('_', '-')}", str(port))
