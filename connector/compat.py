@@ -87,6 +87,9 @@ USED: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_draft_model() get_model()",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model()",
+    "vllm.v1.worker.worker_base.WorkerBase": "model_runner",
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
     " num_preemptions num_prompt_tokens num_tokens priority request_id resumable session_id skip_reading_prefix_cache"
     " status trace_headers",

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import compat, fingerprint, geometry, groups, hellos, namespace, refusals, register
+from . import built, compat, fingerprint, geometry, groups, hellos, namespace, refusals, register
 from . import config as configuration
 from . import copies as copying
 from .guards import FAILED, guarded
@@ -70,6 +70,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
         self.keys = None
+        # vLLM's worker of this rank, once it has registered its caches.
+        self.worker: Any | None = None
         if self._settings.mode == "off":
             return
         if role == KVConnectorRole.SCHEDULER:
@@ -278,6 +280,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a layout that cannot be served."""
         if self.keys is None:
             return
+        self.worker = built.calling_worker()
         caches = self._kv_cache_config
         layers = [layer for group in caches.kv_cache_groups for layer in group.layer_names]
         paged = PagedCache(kv_caches, layers, caches.num_blocks)

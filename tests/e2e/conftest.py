@@ -270,6 +270,7 @@ def loaded_on_two_ranks(
     right = plain.run(prompts).tokens
     plain.stop()
     engine = site.engine(extra={"cache_prefix": "two ranks"}, tensor_parallel_size=2, **options)
+    assert engine.call("tests.e2e.probes:workers_found") == [True, True]
     assert engine.run(prompts).tokens == right
     site.fresh(engine)
     served(engine.run(prompts), right, hits(prompts))

@@ -278,3 +278,21 @@ def stall_a_step(engine: Any, seconds: float) -> None:
 def leak_a_flag(engine: Any) -> None:
     """Take a flag that no request has."""
     _side(engine).scheduler_side.link.session.flags.take(1, 1)
+
+
+def workers_found(engine: Any) -> list[bool]:
+    """Return, for each rank, whether our worker side found its vLLM worker, and the model that this runs."""
+    found: list[bool] = engine.engine_core.engine_core.model_executor.collective_rpc(_worker_found)
+    return found
+
+
+def _worker_found(wrapper: Any) -> bool:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvprefetch.connector import built
+
+    connector: Any = get_kv_transfer_group()
+    for child in getattr(connector, "_connectors", [connector]):
+        if type(child).__name__ == "KVPrefetchConnector":
+            return child.worker is wrapper.worker and built.models(child.worker) == [wrapper.worker.get_model()]
+    return False

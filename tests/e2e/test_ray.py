@@ -98,6 +98,7 @@ def test_ranks_that_ray_started_on_one_node_are_served(
     site: Site, tmp_path: Path, cluster_of: Callable[..., dict[str, str]]
 ) -> None:
     engine = site.engine(spec(tmp_path, cluster_of(2), ours(site.daemon.socket)))
+    assert engine.call("tests.e2e.probes:workers_found") == [True, True]
     right = engine.run(PROMPTS).tokens
     site.fresh(engine)
     served(engine.run(PROMPTS), right, hits(PROMPTS))

@@ -93,6 +93,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
     mine = ours(site.daemon.socket, cache_prefix="multi")
     for children in ((mine, example), (example, mine)):
         engine = site.engine(EngineSpec(model=site.model, kv_transfer=multi(*children)))
+        assert engine.call("tests.e2e.probes:workers_found") == [True]
         assert engine.run(PROMPTS).tokens == right
         site.fresh(engine)
         second = engine.run(PROMPTS)
