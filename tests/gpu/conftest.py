@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.shmring.gpu.cuda import Device
-from tests.gpu.peer import Peer
+from tests.gpu.peer import ON_GPU, Peer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items = [item for item in items if "tests/gpu/" in item.path.as_posix()]
     if not items:  # this folder's files are skipped where torch is not installed
         return
-    from tests.gpu.side import ON_GPU
     from tests.support import fakecuda
 
     if ON_GPU:
@@ -33,7 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def _machine() -> None:
-    from tests.gpu.side import ON_GPU
     from tests.support import fakecuda
 
     if not ON_GPU:

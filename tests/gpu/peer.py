@@ -17,6 +17,8 @@ from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device, SharedMemory, Stream
 
+ON_GPU = "KVPREFETCH_GPU" in os.environ  # side.py
+
 
 def pattern(seed: int, size_bytes: int) -> Any:
     return np.frombuffer(np.random.default_rng(seed).bytes(size_bytes), np.uint8)
@@ -69,7 +71,7 @@ class Process:
 
 
 def main(control: socket.socket) -> None:
-    if "KVPREFETCH_GPU" not in os.environ:
+    if not ON_GPU:
         from tests.support import fakecuda
 
         fakecuda.load()

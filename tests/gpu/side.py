@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,9 +14,9 @@ from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
+from tests.gpu.peer import ON_GPU
 from tests.support.layouts import caches
 
-ON_GPU = "KVPREFETCH_GPU" in os.environ
 BUSY_S = 0.5
 BUSY_CYCLES = 1_000_000_000  # about as long
 

@@ -18,8 +18,8 @@ from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.shmring.gpu import driver as gpu
 from kvprefetch.shmring.gpu.cuda import Device
-from tests.gpu.peer import pattern
-from tests.gpu.side import ON_GPU, PinnedCache, kv_caches
+from tests.gpu.peer import ON_GPU, pattern
+from tests.gpu.side import PinnedCache, kv_caches
 from tests.support.layouts import SERVED, SIZES
 from tests.support.waiting import eventually
 

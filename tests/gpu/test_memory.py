@@ -18,8 +18,7 @@ from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device, Stream
 from kvprefetch.shmring.gpu.driver import GRAIN_BYTES, pieces
-from tests.gpu.peer import Peer, holds, read, write
-from tests.gpu.side import ON_GPU
+from tests.gpu.peer import ON_GPU, Peer, holds, read, write
 from tests.support.waiting import eventually
 
 SIZE = 2 * GRAIN_BYTES

@@ -22,7 +22,8 @@ import torch
 from kvprefetch.connector.copies import checked
 from kvprefetch.connector.device_cache import DeviceCache
 from kvprefetch.connector.paged import PagedCache
-from tests.gpu.side import ON_GPU, kv_caches, side
+from tests.gpu.peer import ON_GPU
+from tests.gpu.side import kv_caches, side
 from tests.support.waiting import eventually
 
 SIZES = {"L": 8, "B": 40, "H": 8, "N": 16, "C": 512 if ON_GPU else 128}

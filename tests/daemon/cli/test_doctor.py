@@ -136,6 +136,7 @@ def test_a_folder_in_which_a_user_may_make_no_socket_is_refused(tmp_path: Path) 
         tmp_path.chmod(0o555)
         refused = run([*AS_NOBODY, sys.executable, "-c", f"{script}check_place(Path(sys.argv[1]))", f"{folder}/s.sock"])
         assert f"ConfigError: socket: cannot be bound: this user may not write to {tmp_path}" in refused.stderr
+    tmp_path.chmod(0o755)
     check_place(tmp_path / "s.sock")
 
 

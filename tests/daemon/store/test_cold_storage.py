@@ -43,6 +43,7 @@ def what_memory_evicted_is_loaded(cluster: Store, daemon: Daemon) -> list[float]
     return [line["answered_ms"] for line in lines if line["bytes_memory"] == 0]
 
 
+@pytest.mark.store
 def test_a_file_system_behind_the_storage_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in NODE.items():
         monkeypatch.setenv(name, value)
