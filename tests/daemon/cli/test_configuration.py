@@ -17,13 +17,14 @@ from kvprefetch.daemon.config.sources import Effective, Sources, resolve
 from tests.support.command import kvprefetchd, one_line
 
 NOTHING: dict[str, str] = {}
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 FLAGS = st.fixed_dictionaries(
     {},
     optional={
         "staging": st.integers(4096, 1 << 42),
-        "disk": st.text(min_size=1),
+        "disk": TEXT,
         "allow_uids": st.lists(st.integers(0, 1 << 31), max_size=3),
-        "socket_group": st.text(min_size=1),
+        "socket_group": TEXT,
         "mooncake_config": st.just('/a "b"/c'),
         "save_share": st.floats(0, 0.9),
         "lease_ms": st.integers(100, 3_600_000),
