@@ -124,8 +124,10 @@ simulate-traces: setup ## recorded traces, unscaled, in the simulation: ARGS="co
 simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
 	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
 
+WITH_PIP = $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 wheel: ## a wheel for this machine into dist/ (needs a C compiler)
-	@$(or $(PYTHON),python3) -m pip wheel -q --no-deps -w dist . && ls dist/*.whl
+	@$(WITH_PIP) -m pip --version >/dev/null || { echo "make wheel needs pip: run 'make setup' first, or install Debian's python3-pip"; exit 1; }
+	@$(WITH_PIP) -m pip wheel -q --no-deps -w dist . && ls dist/*.whl
 
 release: ## build the source distribution and the wheels into dist/ and check them; uploads nothing
 	@.ci/release
