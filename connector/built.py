@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -29,3 +31,23 @@ def models(worker: Any) -> list[Any]:
     runner = worker.model_runner
     draft = runner.get_draft_model()
     return [runner.get_model(), *([] if draft is None else [draft])]
+
+
+def head_replicas(worker: Any, layers: Mapping[str, Any]) -> dict[str, int]:
+    """Return by name, of the attention layers that `layers` has, on how many neighbouring ranks each KV head is.
+
+    It is the number by which vLLM's loader gives heads to ranks.  A layer is absent where it is not known: without a
+    worker, or where no projection with such a number is beside it.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    names = {id(layer): name for name, layer in layers.items()}
+    found: dict[str, int] = {}
+    built = [] if worker is None else models(worker)
+    for owner in (each for model in built for each in model.modules()):
+        children = [getattr(child, "base_layer", child) for child in owner.children()]  # LoRA wraps projections
+        replicas = [each.num_kv_head_replicas for each in children if isinstance(each, QKVParallelLinear)]
+        attention = [names[id(each)] for each in children if id(each) in names]
+        if replicas and attention:
+            found |= dict.fromkeys(attention, math.gcd(*replicas))
+    return found

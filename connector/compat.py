@@ -36,6 +36,7 @@ USED: Mapping[str, str] = {
     " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_transfer_state": "get_kv_transfer_group() has_kv_transfer_group()",
+    "vllm.model_executor.layers.linear.QKVParallelLinear": "num_kv_head_replicas",
     "vllm.sampling_params": "SamplingParams",
     "vllm.transformers_utils.repo_utils": "hf_api()",
     "vllm.utils.hashing": "get_hash_fn_by_name(name)",

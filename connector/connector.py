@@ -70,7 +70,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
         self.keys = None
-        # vLLM's worker of this rank, once it has registered its caches.
         self.worker: Any | None = None
         if self._settings.mode == "off":
             return
@@ -107,7 +106,15 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             if self._geometry.world_size > 1:
                 refusals.check_ranks(vllm_config)
             self._tp_rank = get_tensor_model_parallel_rank()
-            self.keys = namespace.keys_of(vllm_config, kv_cache_config, self._tp_rank, self._settings.cache_prefix)
+            self.worker = built.calling_worker()
+            self.keys = namespace.keys_of(
+                vllm_config,
+                kv_cache_config,
+                self._tp_rank,
+                self._settings.cache_prefix,
+                self.worker,
+                upstream_keys=self._settings.key_format == "vllm",
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -280,7 +287,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a layout that cannot be served."""
         if self.keys is None:
             return
-        self.worker = built.calling_worker()
         caches = self._kv_cache_config
         layers = [layer for group in caches.kv_cache_groups for layer in group.layer_names]
         paged = PagedCache(kv_caches, layers, caches.num_blocks)

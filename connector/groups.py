@@ -10,7 +10,7 @@ from ..kv.groups import Group, Groups, Kind
 from ..shmring.wire.attach import MAX_BORDERS
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 # How many parts of a state vLLM copies with it, by the kind of layer; it is not known of other kinds.
 _STATE_PARTS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
@@ -52,6 +52,13 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
+def specs_by_layer(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Return the specification of each layer of a group, without layers that share another one's KV."""
+    spec = group.kv_cache_spec
+    found: dict[str, KVCacheSpec] = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
+    return {layer: found[layer] for layer in group.layer_names if layer in found}
+
+
 def written(
     kv_cache_config: KVCacheConfig, places: Mapping[str, Sequence[tuple[int, int]]], block_bytes: int, *, drafts: int
 ) -> list[list[int]]:
@@ -62,14 +69,12 @@ def written(
     """
     found: list[list[tuple[int, int]]] = []
     for group in kv_cache_config.kv_cache_groups:
-        wrapped = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         stretches = []
-        for layer in group.layer_names:
-            spec = group.kv_cache_spec if wrapped is None else wrapped.get(layer)
+        for layer, spec in specs_by_layer(group).items():
             if hasattr(spec, "shapes"):
                 start, _ = places[layer][0]
                 stretches += [(start + begin, start + end) for begin, end in _state(spec, drafts)]
-            elif spec is not None:  # none: it shares another layer's KV
+            else:
                 stretches += [(start, start + length) for start, length in places[layer]]
         found.append(_joined(stretches))
     if all(each == [(0, block_bytes)] for each in found):

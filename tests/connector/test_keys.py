@@ -1,4 +1,4 @@
-"""Keys, and which of the ranks that hold the same bytes saves them, against upstream's own classes."""
+"""Keys of `key_format` "vllm", and which of the ranks with equal bytes saves them, against upstream's own classes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
             parallel = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": 2, "rank": pp_rank * tp_size}
             config = vllm_config(Path("s"), model={"model": "org/Tiny-8B/"}, parallel=parallel)
             config.model_config.get_total_num_kv_heads = lambda: kv_heads
-            ours = namespace.keys_of(config, cache, tp_rank, cache_prefix)
+            ours = namespace.keys_of(config, cache, tp_rank, cache_prefix, upstream_keys=True)
             for group, (key, chunks) in enumerate(upstream(config, cache, tp_rank, pp_rank, cache_prefix)):
                 prefix = ours.prefixes[group]
                 assert prefix + DIGEST.hex() == key

@@ -13,6 +13,7 @@ from tests.e2e.conftest import (
     Site,
     each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
+    fingerprint,
     hits,
     loaded_on_two_ranks,
     preempted_and_aborted,
@@ -24,7 +25,7 @@ from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import WINDOW, make_eagle, make_gemma3, make_llama4
+from tests.lab.hybrid import WINDOW, make_eagle, make_gemma3, make_llama4, make_mimo
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
@@ -141,6 +142,21 @@ def test_with_a_drafter_tokens_are_right_and_each_connector_reads_what_the_other
 @needs_cxx
 def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
     loaded_on_two_ranks(site, engines, make_gemma3(tmp_path / "gemma3", kv_heads=2), PROMPTS)
+
+
+@needs_cxx
+def test_ranks_load_their_own_heads_where_layers_differ_in_them(site: Site, tmp_path: Path) -> None:
+    """Both ranks hold the one head of full attention, and each holds one of a window's two: nothing is mixed."""
+    spec = site.spec(model=make_mimo(tmp_path / "mimo"), tensor_parallel_size=2, extra={"cache_prefix": "heads"})
+    first = site.engine(spec)
+    right = first.run(PROMPTS).tokens
+    site.assert_idle()
+    first.stop()
+    second = site.engine(spec)
+    served(second.run(PROMPTS), right, hits(PROMPTS))
+    assert fingerprint(second)["kv_shards"] == "1,2"
+    site.assert_idle()
+    second.stop()
 
 
 @pytest.mark.stress  # an engine anew for each block; tests/daemon/engine/test_groups.py loses them in the default run

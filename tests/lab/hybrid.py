@@ -1,10 +1,12 @@
 """Writes small seeded checkpoints of models with several KV groups.
 
-Gemma 3 has sliding windows, Llama 4 chunks, Granite 4 states (Mamba 2), Qwen3-Next others (linear attention).
+Gemma 3 and MiMo-V2 have sliding windows, MiMo's with more KV heads than its full attention, Llama 4 chunks, Granite 4
+states (Mamba 2), Qwen3-Next others (linear attention).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,37 @@ def make_gemma3(folder: Path, kv_heads: int = 1) -> Path:
         layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=64,
     )  # fmt: skip
     return _write(folder, config)
+
+
+def make_mimo(folder: Path) -> Path:
+    """Write the checkpoint, without experts; return its folder. Full attention has one KV head, a window has two."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    config = {
+        "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 2048,
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64, "v_head_dim": 64, "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 64, "swa_v_head_dim": 64, "hybrid_layer_pattern": [0, 1, 0, 1],
+        "moe_layer_freq": [0, 0, 0, 0], "n_routed_experts": 1, "sliding_window": WINDOW, "sliding_window_size": WINDOW,
+        "max_position_embeddings": 4096, "layernorm_epsilon": 1e-5, "attention_bias": False, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    shapes = {"model.embed_tokens": (2048, 128), "lm_head": (2048, 128)}
+    norms = ["model.norm"]
+    for layer, window in enumerate([0, 1, 0, 1]):
+        name, keys = f"model.layers.{layer}", 128 if window else 64
+        shapes |= {f"{name}.self_attn.{kind}_proj": (keys if kind in "kv" else 128, 128) for kind in "qkvo"}
+        shapes |= {f"{name}.mlp.gate_proj": (256, 128), f"{name}.mlp.up_proj": (256, 128)}
+        shapes |= {f"{name}.mlp.down_proj": (128, 256)}
+        norms += [f"{name}.input_layernorm", f"{name}.post_attention_layernorm"]
+    tensors = {f"{name}.weight": torch.randn(size, generator=generator) * 0.08 for name, size in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(128) for name in norms}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
 
 
 def make_llama4(folder: Path, every: int = 2) -> Path:
