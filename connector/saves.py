@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kv.groups import Kind, Numbers
-from ..shmring.wire.records import RecordKind, Saved, encode_saved
+from ..shmring.wire.records import MAX_SAVED_BLOCKS, RecordKind, Saved, encode_saved
 from .events import SavedBlocks
 from .geometry import Geometry
 from .known import Known
@@ -222,7 +222,7 @@ class Saves:
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
         """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
         most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].name))
-        slots = session.credits.take(min(len(blocks), most))
+        slots = session.credits.take(min(len(blocks), most, MAX_SAVED_BLOCKS))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
         save = Save(slots, [block.name for block in taken], self._generation, self._geometry.world_size)

@@ -36,7 +36,7 @@ class CreditGranter:
 
     def grant(self, slots: list[int]) -> None:
         """Grant these slots. The caller keeps at most `credit_entries` outstanding."""
-        self._entries[[self._granted + i & self._mask for i in range(len(slots))]] = slots
+        self._entries[self._granted + np.arange(len(slots)) & self._mask] = slots
         self._granted += len(slots)
         # SYNC credit: slot number visible with the counter
         self._words.store_release(Line.CREDITS_GRANTED, self._granted)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from ...kv.hashing import BlockHasher, CannotHash
+from ...kv.prompts import repeats
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
 from ...shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION
 from ...shmring.wire.records import session_digest
@@ -165,7 +166,10 @@ class App:
         if count > (most := engine.max_blocks * (engine.block_tokens // engine.hash_tokens)) + 1:
             raise Bad(400, f"the prompt is longer than engine {engine.engine} takes: hashes={count} max={most}")
         if prompt.block_hashes is not None:
-            return bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
+            hashes, size = bytes.fromhex("".join(prompt.block_hashes)), len(prompt.block_hashes[0]) // 2
+            if repeats(hashes, size):
+                raise Bad(400, f"block_hashes: name a block twice, as no prompt does: hashes={count}")
+            return hashes, size
         hasher = _hasher(engine)
         return hasher(prompt.token_ids or (), prompt.cache_salt), hasher.digest_bytes
 

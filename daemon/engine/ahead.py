@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...kv.groups import Groups
+from ...kv.prompts import repeats
 from ...shmring.wire.admin import Announce, Outcome
 from ..planning.requests import Announced, Failure, Key, Request
 from ..telemetry.trace import Met
@@ -146,6 +147,8 @@ class Ahead:
         elif size > MAX_BYTES:
             text = f"too many digests wait for this engine: bytes={size} max={MAX_BYTES}"
             self._over(number, "rejected", text)
+        elif repeats(hashes, order.hash_bytes):
+            self._over(number, "rejected", f"it names a digest twice, as no prompt does: hashes={order.hashes}")
         else:
             heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
             if len(self._known) > MAX_KNOWN:
@@ -219,7 +222,7 @@ class Ahead:
         each.done = True
         self.outcomes.append((number, each.outcome("completed")))
 
-    def arrived(self, hashes: memoryview, hash_bytes: int, local_blocks: int = 0) -> Met | None:
+    def arrived(self, hashes: bytes, hash_bytes: int, local_blocks: int = 0) -> Met | None:
         """A request with these digests, joined, was hinted: return the longest announcement that it had.
 
         Of what the engine's own cache has, announcing was of no use.
@@ -230,7 +233,7 @@ class Ahead:
             stop = min(length, len(hashes))
             if length - stop > self._block_hashes * hash_bytes or stop < hash_bytes:
                 continue
-            last = bytes(hashes[stop - hash_bytes : stop])
+            last = hashes[stop - hash_bytes : stop]
             for number in [each for each in known if self._known[each].ends_with(last, length - stop)]:
                 each = self._known[number]
                 if found is None or each.blocks > found.blocks:

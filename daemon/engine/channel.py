@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...kv.groups import Groups
+from ...kv.prompts import repeats
 from ...shmring._atomics import Words
 from ...shmring.credits import CreditGranter
 from ...shmring.errors import SegmentCorrupt
@@ -133,6 +134,8 @@ class Channel:
                 f"hint does not fit its blocks: blocks={hint.blocks} digests={len(hint.hashes) // hint.hash_bytes} "
                 f"expected={digests} pages={len(hint.pages)} expected={max(1, pages_of(names))}"
             )
+        if repeats(hint.hashes, hint.hash_bytes):
+            raise ProtocolError(f"hint names a digest twice, as no prompt does: digests={digests}")
 
     def lend(self, hint: Hint) -> None:
         """Use the pages of a checked hint as its slot table. Raises ProtocolError for a flag or page that is in use.

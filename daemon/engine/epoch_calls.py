@@ -175,7 +175,7 @@ class EpochCalls:
     def session_came(self, hint: Hint, now_ns: int) -> int | None:
         """Take a hint of a session's request; return how long (ns) after the session's last one it came."""
         parts = self._parts
-        chain, block_ns = Chain(bytes(hint.hashes), hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
+        chain, block_ns = Chain(hint.hashes, hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
         block_ns *= len(parts.engine.groups)
         gap_ns, outdated = parts.sessions.arrived(hint.session, chain, hint.local_blocks, now_ns, block_ns)
         for number in outdated:
@@ -216,7 +216,7 @@ class EpochCalls:
             hinted = True
         return hinted
 
-    def prompt(self, hashes: bytes | memoryview, blocks: range) -> Prompt:
+    def prompt(self, hashes: bytes, blocks: range) -> Prompt:
         """Return what is known of the prompt with these hashes, whose `blocks` may be loaded."""
         planned = self._parts.planner.blocks
         room = planned.disk_slots - planned.lost  # wherever they come from

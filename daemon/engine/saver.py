@@ -19,7 +19,6 @@ from .transfers import SaveResult
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
 FORGET_NS = 60_000_000_000  # after a try, however it ended: then a row begins anew
-MAX_PUT_BLOCKS = 4096  # the slots of one put fit a control message
 
 
 @dataclass
@@ -103,12 +102,10 @@ class Saver:
         if record.dropped:
             self._take_in(slots)
             return []
-        parts = [slice(start, start + MAX_PUT_BLOCKS) for start in range(0, len(slots), MAX_PUT_BLOCKS)]
-        save = Save(record.save_id, len(parts), record.reset_generation)
+        save = Save(record.save_id, 1, record.reset_generation)
         if record.reset_generation < self.generation or not saving:
-            return [self._end(Put(save, slots[part], failed=len(slots[part]))) for part in parts]
-        blocks = list(zip(record.names, slots, strict=True))
-        self._puts += [Put(save, slots[part], blocks[part]) for part in parts]
+            return [self._end(Put(save, slots, failed=len(slots)))]
+        self._puts.append(Put(save, slots, list(zip(record.names, slots, strict=True))))
         return []
 
     def next_grant(self, *, saving: bool) -> list[int]:

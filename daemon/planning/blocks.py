@@ -84,13 +84,8 @@ class Blocks:
         return self._index.__contains__
 
     def missing(self, digests: Sequence[bytes]) -> int:
-        """Count the leading digests that are absent and differ from each other."""
-        new = set[bytes]()
-        for digest in digests:
-            if digest in self._index or digest in new:
-                break
-            new.add(digest)
-        return len(new)
+        """Count the leading digests that are absent."""
+        return next((at for at, there in enumerate(map(self.holds, digests)) if there), len(digests))
 
     # --- room -------------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ class Traces:
 
     def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None, gap_ns: int | None = None) -> None:
         """A hint was read; `met`: the announcement that its request had; `gap_ns`: since its session's last request."""
-        hint = hint._replace(hashes=memoryview(b""), pages=())
+        hint = hint._replace(hashes=b"", pages=())
         self._traces[key] = Trace(hint, now_ns, self._kv_groups, met, gap_ns, found_blocks=hint.local_blocks)
 
     def asked(self, key: Key, asked_ns: int) -> None:

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 15
+PROTOCOL = 16
 MAX_REQUEST_ID_BYTES = 512
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
+MAX_SAVED_BLOCKS = 4096  # of one SAVED record; the slots of one put fit a control message
 
 
 NO_TRACE = bytes(24)
@@ -108,7 +109,7 @@ class Hint(NamedTuple):
     prompt_tokens: int
     arrival_ns: int
     hash_bytes: int
-    hashes: memoryview
+    hashes: bytes
     pages: Sequence[int]
     trace: bytes = NO_TRACE
     session: bytes = NO_SESSION
@@ -151,7 +152,7 @@ class Done(NamedTuple):
 class Saved(NamedTuple):
     """Every rank copied these blocks into their save slots; with `dropped` none did, and the slots come back.
 
-    A block's name is its digest and, in a last byte, the number of its KV group.
+    A block's name is its digest and, in a last byte, the number of its KV group.  At most MAX_SAVED_BLOCKS.
     """
 
     save_id: int
@@ -175,7 +176,7 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
 
 
 def decode_hint(payload: memoryview) -> Hint:
-    """Parse a HINT record; `hashes` is a view into it. Raises ProtocolError."""
+    """Parse a HINT record, whose engine may write to it meanwhile. Raises ProtocolError."""
     fields = _unpack(HINT_HEAD, payload)
     _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, *origin = fields
     pages_at = HINT_HEAD.size + id_bytes
@@ -187,7 +188,7 @@ def decode_hint(payload: memoryview) -> Hint:
         raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")
     name = bytes(payload[HINT_HEAD.size : pages_at]).decode(errors="replace")
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
-    hashes = payload[hashes_at:]
+    hashes = bytes(payload[hashes_at:])
     return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, *origin)
 
 
@@ -224,6 +225,8 @@ def decode_saved(payload: memoryview) -> Saved:
     wanted = _SAVED.size + blocks * 4 + (0 if dropped else blocks * name_bytes)
     if len(payload) != wanted or name_bytes > MAX_HASH_BYTES + 1 or (not dropped and name_bytes < 2):
         raise ProtocolError(f"saved size differs: bytes={len(payload)} expected={wanted} name_bytes={name_bytes}")
+    if blocks > MAX_SAVED_BLOCKS:
+        raise ProtocolError(f"too many blocks are saved at once: blocks={blocks} max={MAX_SAVED_BLOCKS}")
     slots = list(struct.unpack_from(f"<{blocks}I", payload, _SAVED.size))
     starts = [] if dropped else range(_SAVED.size + blocks * 4, wanted, name_bytes)
     names = [bytes(payload[start : start + name_bytes]) for start in starts]

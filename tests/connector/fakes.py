@@ -95,7 +95,7 @@ class FakeDaemon:
             if record.kind == RecordKind.HINT:
                 hint = records.decode_hint(record.payload)
                 self.flags.lend(hint.flag, hint.pages)
-                self.hints.append(hint._replace(hashes=memoryview(bytes(hint.hashes))))
+                self.hints.append(hint)
             elif record.kind == RecordKind.ASK:
                 self.asks.append(records.decode_ask(record.payload))
             elif record.kind == RecordKind.DONE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvprefetch.connector import saves
 from kvprefetch.connector.saves import Saves
 from tests.support.scheduler_checks import held
 
@@ -47,6 +48,14 @@ def test_more_blocks_than_a_record_holds_are_saved_in_several_steps() -> None:
     assert [[len(save.slots) for save in step] for step in saves] == [[most], [60 - most], []]
     assert [block for step in saves for save in step for block in save.block_ids] == list(range(100, 160))
     assert (engine.side.counters["saves"], engine.side.counters["save_blocks"]) == (2, 60)
+
+
+def test_a_record_has_no_more_blocks_than_the_daemon_takes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "MAX_SAVED_BLOCKS", 20)
+    engine = Engine(slots=256, credits=range(64))
+    request = engine.admitted("r", 50 * BLOCK)
+    steps = [engine.step([(request, tokens)]).saves for tokens in (50 * BLOCK, 1, 1, 1)]
+    assert [[len(save.slots) for save in step] for step in steps] == [[20], [20], [10], []]
 
 
 def test_blocks_in_the_store_are_not_copied() -> None:

@@ -135,7 +135,7 @@ class Records(OfDaemon):
             digests = source.randbytes(32 * source.randint(0, 3))
             hint = records.Hint(
                 index, generation, "liar", len(digests) // 32, source.choice((0, 0, 1, 9)), source.randrange(3),
-                BLOCK_TOKENS * 3 + 1, source.choice((0, time.monotonic_ns(), 2**63)), 32, memoryview(digests), [index],
+                BLOCK_TOKENS * 3 + 1, source.choice((0, time.monotonic_ns(), 2**63)), 32, digests, [index],
             )  # fmt: skip
             kind, payload = source.choice(
                 (

@@ -105,7 +105,7 @@ def test_the_daemon_decodes_what_the_engine_hinted(
     assert (handle.local_blocks, handle.asked_ns, handle.waited_ns, handle.claimed_ns) == (min(local, count), 0, 0, 0)
     assert side.table.flag(handle.flag) == Flag(1, HINTED, 0)
     payload, pages = side.taken(), side.table.lent(handle.flag)
-    hashes = memoryview(b"".join(digests[:count]))
+    hashes = b"".join(digests[:count])
     local, origin = min(local, count), (trace, session)
     hint = Hint(handle.flag, 1, name, count, local, priority, tokens, now, size, hashes, pages, *origin)
     assert payload == encode_hint(hint)

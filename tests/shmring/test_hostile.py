@@ -193,7 +193,7 @@ def test_taking_up_a_segment_of_any_bytes_succeeds_or_is_refused(changes: list[t
 decoders = st.sampled_from([records.decode_hint, records.decode_ask, records.decode_done, records.decode_saved])
 valid_records = st.sampled_from(
     [
-        encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, memoryview(bytes(24)), [0])),
+        encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, bytes(24), [0])),
         records.encode_ask(records.Ask(1, 2, 3)),
         records.encode_ask(records.Ask(1, 2, 3, stop=True)),
         records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8, 9, 10)),

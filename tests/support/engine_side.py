@@ -123,7 +123,7 @@ class EngineSide:
             self.put(key, FlagState.HINTED)
             self.table.lend(key[0], pages or [key[0]])
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
-        now, hashes = time.monotonic_ns(), memoryview(b"".join(digests))
+        now, hashes = time.monotonic_ns(), b"".join(digests)
         hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
         self.push(RecordKind.HINT, encode_hint(hint._replace(session=session)))
         return key

@@ -154,6 +154,14 @@ def test_every_outcome_has_its_word(serve: Serve) -> None:
         assert became(daemon, "later", "rejected")["reason"] == "the engine is gone"
 
 
+def test_a_prompt_that_names_a_block_twice_is_refused(serve: Serve) -> None:
+    daemon = serve()
+    FakeEngine(daemon.socket)
+    prompt = {"block_hashes": ["ab" * 32, "cd" * 32, "ab" * 32]}
+    status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", message("twice", prompt))
+    assert (status, answer) == (400, {"error": "block_hashes: name a block twice, as no prompt does: hashes=3"})
+
+
 def test_one_of_several_engines_is_named(serve: Serve) -> None:
     daemon = serve()
     door = Door(daemon.socket)

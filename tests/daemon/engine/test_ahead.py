@@ -270,13 +270,21 @@ def test_announcements_are_bounded_and_so_are_the_prompts_at_work() -> None:
 def test_the_digests_that_wait_are_bounded() -> None:
     ahead, size = Ahead(ONE_GROUP, 1 << 20), MAX_BYTES // 2 // len(digests("a"))
     order = announced(0, "a").model_copy(update={"hashes": size})
+    hashes = b"".join(number.to_bytes(order.hash_bytes, "big") for number in range(size))
     for number in range(3):
-        ahead.add(number, order, bytes(size * order.hash_bytes), 0)
+        ahead.add(number, order, hashes, 0)
     number, told = ahead.outcomes.popleft()
     assert (number, told.outcome, f"max={MAX_BYTES}" in told.reason) == (2, "rejected", True)
     assert ahead.next_wanted(0) is not None
-    ahead.add(3, order, bytes(size * order.hash_bytes), 0)
+    ahead.add(3, order, hashes, 0)
     assert not ahead.outcomes, "what is planned does not wait"
+
+
+def test_an_announcement_that_names_a_digest_twice_is_refused() -> None:
+    ahead = Ahead(ONE_GROUP, 1 << 20)
+    ahead.add(0, announced(0, "aba"), digests("a", "b", "a"), 0)
+    [(_, told)] = ahead.outcomes
+    assert (told.outcome, told.reason) == ("rejected", "it names a digest twice, as no prompt does: hashes=3")
 
 
 @pytest.mark.parametrize("moment", ["asked", "looked up", "in flight"])

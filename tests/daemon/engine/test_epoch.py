@@ -104,7 +104,7 @@ def test_a_request_gets_no_page_of_another_nor_one_twice_nor_one_beyond_the_last
     assert epoch.memory.layout.page_count == 2048
 
     def push(key: Key, pages: list[int]) -> int:
-        engine.hint([bytes(32)] * 300, key=key, pages=pages)
+        engine.hint([b"%032d" % i for i in range(300)], key=key, pages=pages)
         return len(epoch.planner.requests)
 
     assert push((0, 1), [0, 1]) == 1

@@ -123,7 +123,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
                 tokens,
                 pick([0, U64]),
                 size,
-                memoryview(hashes),
+                hashes,
                 [pick([0, 1, flags - 1, flags, U32])],
             )
             yield RecordKind.HINT, encode_hint(hint)

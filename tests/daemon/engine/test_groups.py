@@ -251,7 +251,7 @@ def test_records_that_do_not_fit_the_groups_are_counted_and_skipped(setup: Setup
     assert setup.epoch.counters["bad_records"] == 1
     setup.put((0, 1), FlagState.HINTED)
     for blocks, pages in ((3, [0]), (2, [0, 1])):
-        hint = Hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, memoryview(bytes(64)), pages)
+        hint = Hint(0, 1, "r", blocks, 0, 0, 99, 5, 32, bytes(64), pages)
         setup.push(RecordKind.HINT, encode_hint(hint))
     assert setup.epoch.counters["bad_records"] == 3
 
@@ -262,10 +262,11 @@ def test_a_hint_has_a_page_for_every_256_blocks_that_may_be_asked_for_in_any_gro
     assert (epoch.memory.layout.table_entries, epoch.memory.layout.page_count) == (1024, 4096)
     for blocks, local, pages in ((512, 0, 4), (512, 384, 1), (512, 383, 2), (1, 1, 1)):
         for count in (pages - 1, pages, pages + 1):
-            hint = Hint(0, 1, "r", blocks, local, 0, 1, 1, 1, memoryview(bytes(blocks)), range(count) or [0, 0])
+            hashes = b"".join(number.to_bytes(2, "big") for number in range(blocks))
+            hint = Hint(0, 1, "r", blocks, local, 0, 1, 1, 2, hashes, range(count) or [0, 0])
             with contextlib.nullcontext() if count == pages else pytest.raises(ProtocolError, match="does not fit"):
                 epoch.channel.check_hint(hint)
-    hint = Hint(0, 1, "r", 513, 0, 0, 1, 1, 1, memoryview(bytes(513)), range(5))
+    hint = Hint(0, 1, "r", 513, 0, 0, 1, 1, 1, bytes(513), range(5))
     with pytest.raises(ProtocolError, match="names=1026 max=1024"):
         epoch.channel.check_hint(hint)
     epoch.end(Ending.ENGINE_GONE)
@@ -292,7 +293,7 @@ def test_a_hint_with_more_blocks_than_a_flag_can_count_is_skipped(setup: Setup) 
     """All of them local, so that its slot table would be empty: no word of a flag holds their number."""
     blocks = (1 << 20) + 1
     setup.put((0, 1), FlagState.HINTED)
-    hint = Hint(0, 1, "r", blocks, blocks, 0, 1, 1, 1, memoryview(bytes(blocks)), [0])
+    hint = Hint(0, 1, "r", blocks, blocks, 0, 1, 1, 1, bytes(blocks), [0])
     with pytest.raises(ProtocolError, match="hint is too long"):
         setup.epoch.channel.check_hint(hint)
 

@@ -9,10 +9,11 @@ import pytest
 
 from kvprefetch.daemon.engine.reasons import StoredBefore
 from kvprefetch.daemon.engine.saver import FORGET_NS, PAUSE_NS, TRIES, Put, Save, Saver
+from kvprefetch.daemon.engine.staging import MAX_SLOTS
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, encode_message
-from kvprefetch.shmring.wire.records import ProtocolError, Saved
+from kvprefetch.shmring.wire.records import MAX_SAVED_BLOCKS, ProtocolError, Saved
 
 
 class Setup:
@@ -81,12 +82,14 @@ class Setup:
 
 def test_a_long_save_that_is_not_stored_makes_notices_that_fit_a_message() -> None:
     """A message that is cut off would end the engine's connection."""
-    setup = Setup(slots=20_000)
+    setup = Setup(slots=MAX_SLOTS)
     setup.switch(False)
-    setup.save(20_000)
-    assert [slot for notice in setup.notices for slot in notice.lost] == list(range(20_000))
-    assert max(len(encode_message(notice)) for notice in setup.notices) <= MAX_MESSAGE_BYTES
-    assert setup.counts["lost"] == 20_000
+    slots = list(range(MAX_SLOTS - MAX_SAVED_BLOCKS, MAX_SLOTS))
+    setup.saved(Saved(1, 0, False, slots, [bytes(33)] * len(slots)))
+    [notice] = setup.notices
+    assert notice.lost == slots
+    assert len(encode_message(notice)) <= MAX_MESSAGE_BYTES
+    assert setup.counts["lost"] == MAX_SAVED_BLOCKS
 
 
 def test_slots_that_a_put_may_still_read_are_never_granted_again() -> None:

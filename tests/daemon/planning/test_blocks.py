@@ -7,22 +7,9 @@ from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import announced, block, hint, hit, ordered, planned, run
 
 
-def test_a_block_that_a_prompt_has_twice_is_fetched_once_and_published_twice() -> None:
-    planner, flags = planned(4, 8)
-    key = hit(planner, 1, "a", "a", "b", "a")
-    again = hit(planner, 2, "b", "a", "a")
-    run(planner)
-    assert flags.count == {key: 4, again: 3}
-    assert len(set(flags.slots[key].values())) == 2
-    for each in (key, again):
-        planner.finish(each)
-    planner.check()
-    assert planner.gauges()["slots_idle"] == 2
-
-
-def test_an_order_has_no_block_twice_and_none_that_is_here() -> None:
+def test_an_order_has_no_block_that_is_here() -> None:
     planner, _ = planned(8, 8)
-    hit(planner, 1, "a", "b", "c", "b", "d")
+    hit(planner, 1, "a", "b", "c", "d")
     assert run(planner) == [["a", "b", "c", "d"]]
     hit(planner, 2, "x", "y", "c", "z")
     assert run(planner) == [["x", "y", "z"]]

@@ -24,7 +24,8 @@ def some_prompt(chance: Random, each: int) -> list[str]:
     chain = chance.randrange(2)
     names = [f"p{chain}-{i}" for i in range(each * chance.randint(1, 7))]
     for at in chance.choices(range(len(names)), k=chance.choice([0, 0, 0, 1, 2])):
-        names[at] = f"p{chance.randrange(3)}-{chance.randrange(4)}"
+        other = f"p{chance.randrange(3)}-{chance.randrange(4)}"
+        names[at] = names[at] if other in names else other  # no prompt has a block twice
     return names
 
 

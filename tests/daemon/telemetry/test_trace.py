@@ -17,7 +17,7 @@ MS = 1_000_000
 
 def hint(blocks: int = 4, local: int = 0) -> Hint:
     """One that arrived at 1 ms."""
-    return Hint(0, 1, "r", blocks, local, 0, 1500, 1 * MS, 32, memoryview(b""), [0])
+    return Hint(0, 1, "r", blocks, local, 0, 1500, 1 * MS, 32, b"", [0])
 
 
 @pytest.mark.parametrize(
