@@ -7,7 +7,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are little-en
 enum { HEADER_BYTES = 16, ALIGN = 64 };
 #define PADDING 0xFFFFFFFFu
 /* Of a HINT record, as in wire/records.py. */
-enum { HINT_BYTES = 84, MAX_NAME_BYTES = 512, TRACE_BYTES = 24, SESSION_BYTES = 16, MAX_HASH_BYTES = 64 };
+enum { HINT_BYTES = 84, MAX_NAME_BYTES = 256, TRACE_BYTES = 24, SESSION_BYTES = 16, MAX_HASH_BYTES = 64 };
 
 /* --- Pusher -------------------------------------------------------------------------------------------------------- */
 

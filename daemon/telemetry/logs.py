@@ -25,6 +25,7 @@ from .streams import LogWriter, never_wait
 Log = Any  # a structlog bound logger; its class is made at run time
 
 FLOOD_NS = 1_000_000_000
+ENGINE_BYTES_S, ENGINE_BURST = 500_000, 2_000_000  # of one engine's lines: some 500 a second, and 2,000 at once
 LAST_S = 2.0
 PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}  # syslog's, as journald reads them: <N> before a line
 
@@ -32,28 +33,44 @@ PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3}  # syslog's, as j
 class Floods:
     """Lets one line of a flooding event through and holds the rest back, once a second for each event and engine.
 
-    A structlog processor; any thread may call. due() returns the last line held back of each, with `suppressed`: how
-    many others were held back.
+    So it does with every event of an engine whose lines had more bytes than one engine's may have.  A structlog
+    processor; any thread may call. due() returns the last line held back of each, with `suppressed`: how many others
+    were held back.  `wrote` counts.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
+        self._written: dict[str, tuple[float, int]] = {}  # by engine: how many bytes count, and when they did
         # By event and engine: the last line's time, and those held back since: the last one, and how many.
         self._seen: dict[tuple[str, str], tuple[int, dict[str, Any] | None, int]] = {}
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if line["event"] not in FLOODS or "suppressed" in line:
+        if "suppressed" in line:
             return line
         key = (str(line["event"]), str(line.get("engine", "")))
-        now = self._clock_ns()
+        now, floods = self._clock_ns(), line["event"] in FLOODS
         with self._lock:
+            much = self._level(key[1], now) > ENGINE_BURST
+            if not floods and not much:
+                return line
             since, held, count = self._seen.get(key, (now - FLOOD_NS, None, 0))
-            if now - since >= FLOOD_NS and held is None:
+            if floods and not much and now - since >= FLOOD_NS and held is None:
                 self._seen[key] = (now, None, 0)
                 return line
-            self._seen[key] = (since, dict(line), count + 1)
+            self._seen[key] = (since if held is not None or floods else now, dict(line), count + 1)
         raise structlog.DropEvent
+
+    def wrote(self, line: Mapping[str, Any], size: int) -> None:
+        """Count the bytes of a line that is about to be written."""
+        if engine := line.get("engine"):
+            now = self._clock_ns()
+            with self._lock:
+                self._written[engine] = self._level(engine, now) + size, now
+
+    def _level(self, engine: str, now: int) -> float:
+        size, at_ns = self._written.get(engine, (0.0, now))
+        return max(0.0, size - ENGINE_BYTES_S * (now - at_ns) / 1e9)
 
     def due(self, *, at_once: bool = False) -> list[dict[str, Any]]:
         """Return the lines to write now, and forget them."""
@@ -65,6 +82,7 @@ class Floods:
                     del self._seen[key]  # quiet for a second: engines come and go, and their keys with them
                 else:
                     self._seen[key] = (now, None, 0)
+            self._written = {engine: at for engine, at in self._written.items() if self._level(engine, now)}
         return [{**held, "suppressed": count - 1} for _, held, count in over.values() if held is not None]
 
 
@@ -112,6 +130,7 @@ def configure(level: str, metrics: Metrics) -> Log:
         if terminal:
             return pretty.line(ordered, colour=colour)
         text = json.dumps(ordered, default=str)
+        floods.wrote(line, len(text))
         return f"<{PRIORITIES[ordered['level']]}>{text}" if prefix else text
 
     threshold.set(level)

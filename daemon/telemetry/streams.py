@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import select
 import stat
@@ -36,7 +37,7 @@ def never_wait(fd: int, *, ours: bool = False) -> None:
     if stat.S_ISREG(status.st_mode):
         key = (status.st_dev, status.st_ino)
         if key not in _pipes:
-            _pipes[key] = _start_writer(os.dup(fd))
+            _pipes[key] = _start_writer(_appending(fd))
         os.dup2(_pipes[key], fd, inheritable=True)
         _streams.append(fd)
     elif stat.S_ISSOCK(status.st_mode) and ours:
@@ -46,6 +47,16 @@ def never_wait(fd: int, *, ours: bool = False) -> None:
             again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.dup2(again, fd, inheritable=True)
             os.close(again)
+
+
+def _appending(fd: int) -> int:
+    """Open its file once more, for appending: one that is cut meanwhile (logrotate's copytruncate) goes on at 0."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:  # no right to open it: then all who have this description append
+        again = os.dup(fd)
+        fcntl.fcntl(again, fcntl.F_SETFL, fcntl.fcntl(again, fcntl.F_GETFL) | os.O_APPEND)
+        return again
 
 
 def settle(timeout_s: float = SETTLE_S) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from ..layout import PAGE_ENTRIES
 
 PROTOCOL = 16
-MAX_REQUEST_ID_BYTES = 512
+MAX_REQUEST_ID_BYTES = 256
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 MAX_SAVED_BLOCKS = 4096  # of one SAVED record; the slots of one put fit a control message
 
@@ -187,6 +187,8 @@ def decode_hint(payload: memoryview) -> Hint:
     if local > blocks or blocks == 0 or page_count == 0:
         raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")
     name = bytes(payload[HINT_HEAD.size : pages_at]).decode(errors="replace")
+    if not name.isprintable():  # it is for logs and terminals
+        name = "".join(each if each.isprintable() else "?" for each in name)
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = bytes(payload[hashes_at:])
     return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, *origin)

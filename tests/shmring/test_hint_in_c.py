@@ -16,7 +16,16 @@ from kvprefetch.shmring._atomics import Handle
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.flags import FREE, Flag, FlagAllocator, pack
 from kvprefetch.shmring.layout import PAGE_ENTRIES, Line
-from kvprefetch.shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Hint, RecordKind, decode_hint
+from kvprefetch.shmring.wire.records import (
+    MAX_REQUEST_ID_BYTES,
+    NO_SESSION,
+    NO_TRACE,
+    PROTOCOL,
+    FlagState,
+    Hint,
+    RecordKind,
+    decode_hint,
+)
 from tests.support.encoded import encode_hint
 
 from .conftest import Control, small_layout
@@ -120,7 +129,18 @@ def test_a_request_id_that_is_no_valid_text_still_makes_a_hint() -> None:
     assert side.hint([bytes(8)], request_id="a\ud800b" + "é" * 600) is not None
     payload = side.taken()
     assert payload is not None
-    assert decode_hint(memoryview(payload)).request_id.startswith("a?b")
+    name = decode_hint(memoryview(payload)).request_id
+    assert (name[:3], len(name.encode()) <= MAX_REQUEST_ID_BYTES + 2) == ("a?b", True), "cut within a character"
+
+
+def test_a_request_id_with_control_characters_is_printable_in_the_daemon() -> None:
+    """Else one that clients choose writes to an operator's terminal, and takes six times its room in the log."""
+    side = Side()
+    assert side.hint([bytes(8)], request_id="é\x1b[2J\n" + "\x01" * 600) is not None
+    payload = side.taken()
+    assert payload is not None
+    name = decode_hint(memoryview(payload)).request_id
+    assert name == "é?[2J?" + "?" * (MAX_REQUEST_ID_BYTES - 7)
 
 
 def test_without_a_flag_pages_or_room_there_is_no_hint_and_nothing_is_taken() -> None:

@@ -116,7 +116,7 @@ def records(epoch: Epoch, chance: Random) -> Iterator[tuple[int, bytes]]:
             hint = Hint(
                 flag,
                 generation,
-                "r" * pick([0, 512]),
+                "r" * pick([0, 256]),
                 blocks,
                 local,
                 priority,

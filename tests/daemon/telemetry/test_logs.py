@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from kvprefetch.daemon.telemetry import logs, pretty
-from kvprefetch.daemon.telemetry.logs import FLOOD_NS, Floods
+from kvprefetch.daemon.telemetry.logs import ENGINE_BURST, ENGINE_BYTES_S, FLOOD_NS, Floods
 from tests.support.clock import Clock
 from tests.support.command import run
 
@@ -54,6 +54,40 @@ def test_engines_and_events_do_not_hide_each_other_and_other_events_pass() -> No
     assert not say(floods, engine="b")
     assert all(say(floods, event="request.done") for _ in range(50))
     assert [each["engine"] for each in floods.due(at_once=True)] == ["b"]
+
+
+def test_an_engine_that_writes_more_than_its_share_is_summed_and_no_other_is() -> None:
+    """Each of its requests has a line of a kilobyte, and it may make thousands of them a second."""
+    clock = Clock()
+    floods, through = Floods(clock), 0
+    for _ in range(100_000):
+        clock.ns += 100_000
+        if say(floods, "request.done"):
+            through += 1
+            floods.wrote({"engine": "a"}, 1000)
+        for line in floods.due():
+            floods.wrote(line, 1000)
+            through += 1
+    most = ENGINE_BURST + 10 * ENGINE_BYTES_S
+    assert 0.9 * most < 1000 * through < 1.1 * most, "in ten seconds"
+    assert say(floods, "request.done", engine="b")
+    assert say(floods, "daemon.ready", engine="")
+    [line] = floods.due(at_once=True)
+    assert line["event"] == "request.done"
+    clock.ns += 5 * FLOOD_NS
+    assert say(floods, "request.done"), "once it was quiet"
+
+
+def test_each_line_of_an_engine_that_floods_is_written_or_counted() -> None:
+    clock = Clock()
+    floods, written = Floods(clock), 0
+    for _ in range(20_000):
+        clock.ns += 200_000
+        if say(floods, "request.done"):
+            floods.wrote({"engine": "a"}, 1000)
+            written += 1
+        written += sum(1 + line["suppressed"] for line in floods.due())
+    assert written + sum(1 + line["suppressed"] for line in floods.due(at_once=True)) == 20_000
 
 
 def test_a_warning_below_the_level_is_counted() -> None:

@@ -75,6 +75,23 @@ def test_both_streams_to_one_file_keep_their_order_and_it_has_all_at_the_end(tmp
     assert path.read_text().splitlines() == [*map(str, range(50)), "last words"]
 
 
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_a_file_that_is_cut_goes_on_at_its_beginning(tmp_path: Path, mode: str) -> None:
+    """logrotate's copytruncate; a shell's `>` opens a file without O_APPEND."""
+    path = tmp_path / "log"
+    script = """
+        never_wait(1)
+        os.write(1, b"before\\n")
+        sys.stdin.readline()
+        os.write(1, b"after\\n")
+    """
+    with path.open(mode) as file, run(script, file.fileno()) as process:
+        eventually(lambda: path.read_bytes() == b"before\n", what="the first line")
+        os.truncate(path, 0)
+        process.communicate("\n", timeout=20)
+    assert path.read_bytes() == b"after\n"
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, which can be made to stand still."""
