@@ -92,14 +92,16 @@ class Connections:
         attached = sum(peer.credentials.uid == uid and not peer.waiting for peer in self._peers.values())
         return attached + sum(peer.credentials.uid == uid for peer in self._unread)
 
-    def refuse(self, peer: Peer, error: str, *, final: bool) -> None:
+    def refuse(self, peer: Peer, error: str, *, final: bool, ours: bool = False) -> None:
         """Send a refusal; the caller closes the connection. With `final` asking again soon changes nothing.
+
+        `ours`: as `Refusals.add` says.
 
         The log has one line for all processes of an engine, and for all their tries, until the reason changes.
         """
         pid, uid, _ = peer.credentials
         engine = peer.hello.engine_id if peer.hello is not None else ""
-        if self._refusals.add(uid, pid, engine, error):
+        if self._refusals.add(uid, pid, engine, error, ours=ours):
             if engine:
                 self._log.error("engine.refused", engine=engine, pid=pid, uid=uid, error=error, final=final)
             else:

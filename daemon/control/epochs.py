@@ -89,6 +89,7 @@ class Epochs:
             self._joined = True
             self._shared.log.info("store.joined")
             self.reservations.carry_on()
+        self.reservations.tick(now_ns)
         for epoch in list(self._ended):
             if epoch.idle:
                 self._ended.remove(epoch)

@@ -18,6 +18,7 @@ from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, EngineMemory, groups_of
 from ..engine.transfers import check_replicas
+from ..store.errors import StoreError
 from ..telemetry.events import Ending
 from .access import NOT_ALLOWED
 from .connections import MAX_PROCESSES, Connections
@@ -233,7 +234,7 @@ class Handshake:
 
     def _refuse_engine(self, group: Group, error: BaseException) -> None:
         for peer in group.peers:
-            self._connections.refuse(peer, str(error), final=True)
+            self._connections.refuse(peer, str(error), final=True, ours=isinstance(error, StoreError))
         self._dissolve(group, Ending.ENGINE_GONE)
 
     def _dissolve(self, group: Group, ending: Ending) -> None:

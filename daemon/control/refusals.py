@@ -18,10 +18,14 @@ class Refusals:
         # When the last try was, and what to list, by user, and engine or process; the newest try last.
         self._kept: dict[tuple[int, str | int], tuple[int, dict[str, str | int]]] = {}
 
-    def add(self, uid: int, pid: int, engine: str, error: str) -> bool:
-        """Enter a refusal. Return whether it is news: the first one, or another reason than the last one."""
+    def add(self, uid: int, pid: int, engine: str, error: str, *, ours: bool = False) -> bool:
+        """Enter a refusal. Return whether it is news: the first one, or another reason than the last one.
+
+        `ours`: neither the engine nor the configuration is the reason, so any engine would be refused.
+        """
         key = uid, engine or pid
         line: dict[str, str | int] = {"engine": engine[:MAX_TEXT], "uid": uid, "pid": pid, "error": error[:MAX_TEXT]}
+        line |= {"ours": 1} if ours else {}
         _, before = self._kept.pop(key, (0, {}))
         news = before.get("error") != line["error"]
         line["tries"] = 1 if news else int(before["tries"]) + 1

@@ -67,6 +67,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),
+        "held": snapshot.held[:MAX_ENGINES],
         "calls_ns": shared.pools.running(),
         "causes": _causes(epochs, now_ns),
         "rates": {path: dict(rates) for path, rates in shared.pools.rates.known().items()},

@@ -56,6 +56,7 @@ class DeviceStaging:
         self._lock = threading.Lock()  # around the device's use: a stream is for one thread, and a copy may take long
         self._ended = False
         self._ranks: list[_Rank] = []
+        self._pinned: list[tuple[Device, int]] = []  # what is left to unpin after the end
         try:
             with calls.to(self._uuids):
                 self._allocate(uuids, budget_bytes, margin_bytes)
@@ -162,8 +163,11 @@ class DeviceStaging:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Wait for the copy that runs, then give back all of it; the engine's mappings of the slabs stay."""
+    def close(self) -> bool:
+        """Wait for the copy that runs, then give back all of it; the engine's mappings of the slabs stay.
+
+        Return False where the driver did not let go of host memory, which must stay mapped: call again then.
+        """
         with self._lock, calls.to(self._uuids):
             self._ended = True
             self.hang_up()
@@ -172,8 +176,11 @@ class DeviceStaging:
                 if rank.stream is not None:
                     with contextlib.suppress(DeviceError):
                         rank.stream.close()
-                for address in rank.pinned:
-                    with contextlib.suppress(DeviceError):
-                        rank.device.unregister(address)
                 with contextlib.suppress(DeviceError):
                     rank.memory.close()
+                self._pinned += [(rank.device, address) for address in rank.pinned]
+            for each in list(self._pinned):
+                with contextlib.suppress(DeviceError):
+                    each[0].unregister(each[1])
+                    self._pinned.remove(each)
+            return not self._pinned

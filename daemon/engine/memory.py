@@ -125,13 +125,22 @@ class EngineMemory:
         """Return the size of staging and control segment."""
         return self.staging.size_bytes + self.layout.total_bytes
 
-    def close(self) -> None:
-        """Free everything, once no call touches it: 50 ms per GiB, so not on the main loop (`release`)."""
-        if self.device is not None:
-            self.device.close()
-        self.staging.close()
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of staging that is mapped."""
+        return sum(size for _, size in self.staging.areas())
+
+    def close(self) -> bool:
+        """Free everything, once no call touches it: 50 ms per GiB, so not on the main loop.
+
+        Return False where store or GPU did not let go of staging (`HostStaging.held`): call again then.
+        """
         self.control.close()
         self.doorbell.close()
+        if self.device is not None and not self.device.close():
+            self.staging.held = "the GPU's driver does not unpin it"
+            return False
+        return self.staging.close()
 
 
 def sum_bytes(config: DaemonConfig, engine: EngineInfo) -> int:

@@ -5,6 +5,9 @@ Everything here runs on the main loop, but what is handed to the pools.
 No byte of the machine is promised twice.  Linux overcommits: a reservation too many would succeed, and the OOM killer
 would end a process later.  What is available says nothing of reservations that are still being filled, so these count
 in full until the memory is taken.  Reservations wait for releases under way, in the order of their wishes.
+
+Memory that the store does not let go of stays taken, mapped and listed, and is tried again at growing intervals: other
+memory at the same address would be refused.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from ..work.calls import Call, Kind
 from ..work.pools import Pools
 from .device import DeviceStaging
 from .memory import EngineInfo, EngineMemory, device_staging, layout_for, slot_bytes
+
+HOLD_NS = (1_000_000_000, 60_000_000_000)  # until the next try to free memory: the first pause, and the longest
 
 
 class Reserved(NamedTuple):
@@ -52,6 +57,7 @@ class _Wish:
     granted: bool = False
     size: int = 0
     control_bytes: int = 0
+    held: EngineMemory | None = None  # of a reservation that failed, and that the store did not let go of
 
     def make(self, store: Store) -> EngineMemory:
         """On a thread: make the memory and register it. Raises Withdrawn, and what making it raises."""
@@ -65,9 +71,21 @@ class _Wish:
                     raise Withdrawn
             memory.staging.register(store)
         except BaseException:
-            memory.close()
+            if not memory.close():
+                self.held = memory
             raise
         return memory
+
+
+@dataclass(eq=False)
+class _Held:
+    """Memory that could not be freed. `due_ns`: when it is tried again; 0 while that is open."""
+
+    memory: EngineMemory
+    error: str
+    tries: int = 1
+    due_ns: int = 0
+    trying: bool = False
 
 
 class Reservations:
@@ -81,6 +99,7 @@ class Reservations:
         self._wishes: dict[int, _Wish] = {}
         self._freeing: dict[int, int] = {}  # bytes on their way back, by number
         self._done: deque[Reserved] = deque()
+        self._held: dict[int, _Held] = {}  # by number
 
     def want(self, number: int, config: DaemonConfig, engine: EngineInfo) -> None:
         """Reserve the memory of epoch `number`. Each ends as one Reserved, the withdrawn ones too."""
@@ -109,9 +128,24 @@ class Reservations:
         if self._pools.closed:
             memory.staging.unregister()
         else:
-            number = memory.layout.epoch
-            self._freeing[number] = memory.total_bytes
-            self._pools.start(Call(Kind.ATTACH, memory.close, partial(self._freed, number)))
+            self._freeing[memory.layout.epoch] = memory.total_bytes
+            self._close(memory)
+
+    def tick(self, now_ns: int) -> None:
+        """Try again to free memory that the store did not let go of."""
+        for held in [each for each in self._held.values() if not each.trying]:
+            if not held.due_ns:
+                held.due_ns = now_ns + min(HOLD_NS[0] << held.tries - 1, HOLD_NS[1])
+            elif now_ns >= held.due_ns:
+                held.trying = True
+                self._close(held.memory)
+
+    def held(self) -> list[dict[str, int | str]]:
+        """Return what a status says of memory that could not be freed."""
+        return [
+            {"epoch": number, "bytes": each.memory.held_bytes, "tries": each.tries, "error": each.error}
+            for number, each in self._held.items()
+        ]
 
     def next_done(self) -> Reserved | None:
         """Return a reservation that ended."""
@@ -182,6 +216,8 @@ class Reservations:
             self.free(result)
         else:
             self._end(wish, result)
+        if wish.held is not None:
+            self._freed(wish.held, False)
         self.carry_on()
 
     def _end(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
@@ -196,10 +232,22 @@ class Reservations:
         if not self._pools.closed:
             self._pools.start(Call(Kind.SLAB, device.close, self._closed))
 
-    def _freed(self, number: int, error: BaseException | None) -> None:
-        del self._freeing[number]
+    def _close(self, memory: EngineMemory) -> None:
+        self._pools.start(Call(Kind.ATTACH, memory.close, partial(self._freed, memory)))
+
+    def _freed(self, memory: EngineMemory, result: bool | BaseException) -> None:
+        number = memory.layout.epoch
+        self._freeing.pop(number, None)
+        held = self._held.pop(number, None)
+        if result is True:
+            if held is not None:
+                self._log.info("memory.freed", epoch=number, tries=held.tries + 1)
+        else:
+            error = memory.staging.held if result is False else repr(result)
+            if held is None:
+                self._log.warning("memory.held", epoch=number, held_bytes=memory.held_bytes, error=error)
+            self._held[number] = _Held(memory, error, held.tries + 1 if held is not None else 1)
         self.carry_on()
-        self._closed(error)
 
     def _closed(self, error: BaseException | None) -> None:
         """What could not be closed costs other engines nothing but its memory."""

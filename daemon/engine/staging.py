@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import resource
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,8 @@ class HostStaging:
     `lost`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  Nobody uses
     such a slot again, and with the first one the memory stays registered and mapped until the process ends.  The
     thread of a store call adds its slots before the call's result is known.  `page_bytes`: of a mapped page, the mean.
-    `sum_bytes`: with them, each slot has a checksum, behind all slots of its rank.
+    `sum_bytes`: with them, each slot has a checksum, behind all slots of its rank.  `held`: why the store did not let
+    go of the memory, or "".
     """
 
     def __init__(self, slot_count: int, block_bytes: Sequence[int], sum_bytes: int = 0) -> None:
@@ -42,6 +42,7 @@ class HostStaging:
         self.block_bytes = list(block_bytes)
         self.lost: set[int] = set()
         self.page_bytes = 0
+        self.held = ""
         self.segments: list[Segment] = []
         self._registered: list[tuple[Store, int]] = []
         try:
@@ -86,15 +87,23 @@ class HostStaging:
         """Return the size of memory with lost slots, which neither `unregister` nor `close` gives back."""
         return self.size_bytes if self.lost else 0
 
-    def unregister(self) -> None:
-        """Undo `register`, unless slots are lost. With RDMA this unlocks the pages, which takes long."""
-        if self.lost:
-            return
-        registered, self._registered = self._registered, []
-        for store, address in registered:
-            # A store that forgot the memory or closed must not keep it mapped, nor end other epochs.
-            with contextlib.suppress(StoreError, StoreUnavailable):
-                store.unregister(address)
+    def unregister(self) -> bool:
+        """Undo `register`, unless slots are lost. With RDMA this unlocks the pages, which takes long.
+
+        Return False where the store did not let go of all of it, and set `held`.
+        """
+        if not self.lost:
+            self.held = ""
+            for store, address in list(self._registered):
+                try:
+                    store.unregister(address)
+                except (StoreError, StoreUnavailable) as error:
+                    self.held = str(error)
+                except Exception as error:  # whatever it is, the memory may be registered still
+                    self.held = repr(error)
+                else:
+                    self._registered.remove((store, address))
+        return not self.held
 
     def addresses(self, slot: int) -> list[int]:
         """Return where the slot begins, per rank."""
@@ -105,15 +114,21 @@ class HostStaging:
         ends = zip(self.segments, self.block_bytes, strict=True)
         return [each.address + self.slot_count * size + slot * self.sum_bytes for each, size in ends]
 
-    def close(self) -> None:
-        """Unregister and unmap, unless slots are lost; only when no store call names the memory."""
+    def close(self) -> bool:
+        """Unregister and unmap, unless slots are lost; only when no store call names the memory.
+
+        Return False where the store did not let go of all of it: that part stays mapped, because Mooncake refuses
+        other memory at the same address.  Call again then.
+        """
         self.unregister()
+        held = {address for _, address in self._registered}
         for segment in self.segments:
             if self.lost:
                 _kept.append(segment)
-            else:
+            elif segment.address not in held:
                 segment.close()
-        self.segments = []
+        self.segments = [each for each in self.segments if each.address in held and not self.lost]
+        return not self.segments
 
 
 def _page_faults() -> int:

@@ -44,6 +44,7 @@ class Housekeeping:
         self._notifier.status(self.summary())
         shared = self._shared
         self._backend.describe(shared.snapshot)
+        shared.snapshot.held = self._epochs.reservations.held()
         epochs, metrics = self._epochs.attached(), shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)
         metrics.show_engines(report.numbers(epoch, now_ns) for epoch in epochs)

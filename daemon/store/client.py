@@ -8,6 +8,8 @@ waiting for a node that hangs, and replicas.py and zeros.py find bytes that are 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +18,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from . import checksums
+from . import addresses, checksums
 from .checksums import SUM_BYTES
 from .connection import Connection
 from .errors import ErrorClass, StoreError, StoreUnavailable, classify, classify_get
@@ -61,6 +63,7 @@ class Store(Connection):
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         self._flushing = threading.Lock()  # around `_unflushed`
         self._removed = False
+        self._pages: list[mmap.mmap] = []  # that Mooncake did not let go of
         self.evicts = True  # whether the master evicts; False only where it says so (fill.py)
 
     def adopt(self, joined: Joined) -> None:
@@ -83,13 +86,28 @@ class Store(Connection):
         """Make `length` bytes at `address` usable in transfers. Raises StoreError, StoreUnavailable."""
         with self._local() as client:
             if code := client.register_buffer(address, length):
-                raise StoreError(f"registering {length} bytes at {address:#x} failed with code {code}")
+                raise StoreError(f"the store refuses staging: register_buffer failed with code {code}: bytes={length}")
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. Raises StoreError, StoreUnavailable."""
-        with self._local() as client:
+        """Undo `register`. Raises StoreError, StoreUnavailable: the memory is registered still, and must stay mapped.
+
+        Mooncake 0.3.13 forgets the memory before it tells the metadata server.  Where that is away, it never lets go of
+        the memory.  So a page is registered first, which leaves nothing behind where it fails.
+        """
+        with self._local() as client, contextlib.ExitStack() as undo:
+            if self._settings.metadata_server != addresses.P2P:
+                page = mmap.mmap(-1, mmap.PAGESIZE)
+                where = ctypes.addressof(ctypes.c_char.from_buffer(page))
+                if code := client.register_buffer(where, mmap.PAGESIZE):
+                    raise StoreError(f"the metadata server does not answer: register_buffer failed with code {code}")
+                undo.callback(self._let_go, client, page, where)
             if code := client.unregister_buffer(address):
-                raise StoreError(f"unregistering {address:#x} failed with code {code}")
+                raise StoreError(f"unregister_buffer failed with code {code}")
+
+    def _let_go(self, client: Any, page: mmap.mmap, address: int) -> None:
+        """Unregister a page; where that fails it stays mapped."""
+        if client.unregister_buffer(address):
+            self._pages.append(page)
 
     def probe(self) -> None:
         """Ask the master anything, so that no request has to find out whether it is back."""

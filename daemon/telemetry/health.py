@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .pretty import printable
 
 LOOP_READY_S, LOOP_HEALTHY_S = 2.0, 10.0
 # A question to the master, whose own bound is `rpc_timeout_ms` of at most 60 s; an older one will not come back.
@@ -34,7 +36,8 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
     Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.
     Other calls may take long in a daemon that works: transfers of a node that trickles, a purge, the reservation of
     much staging, a GPU's.  No request waits for one beyond its deadline, and a restart would make none faster.  A disk
-    that keeps nothing, and a log that loses lines, are listed as problems, and the daemon serves on.
+    that keeps nothing, a log that loses lines, memory that could not be freed, and engines that are refused for what
+    they are, are listed as problems, and the daemon serves on.
     """
     phase, store_open = str(status.get("phase", "starting")), bool(status.get("store_open"))
     loop_age_s = max(0, now_ns - beat_ns) / 1e9
@@ -62,7 +65,24 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
         problems.append("the store is not open: everything is a miss, and engines wait for it")
     elif alive and serving and not status.get("store_answering"):
         problems.append("the store does not answer: new requests are misses")
+    refused = [each for each in status.get("refused", ()) if each.get("engine")]
+    if any(each.get("ours") for each in refused):
+        problems.append(_refused([each for each in refused if each.get("ours")]))
     healthy = alive and asked_s <= CALL_HEALTHY_S and (not serving or loop_age_s <= LOOP_HEALTHY_S)
     ready = not problems
     problems += filter(None, (str(status.get(f"{name}_fault", "")) for name in ("disk", "log")))
+    if others := [each for each in refused if not each.get("ours")]:
+        problems.append(_refused(others))
+    if held := status.get("held", ()):
+        size = sum(int(each["bytes"]) for each in held)
+        problems.append(
+            f"memory of engines that left is not free again: bytes={size} engines={len(held)}: {held[-1]['error']}"
+        )
     return Health(phase, alive, ready, healthy, loop_age_s, call_age_s, store_open, tuple(problems))
+
+
+def _refused(refused: Sequence[Mapping[str, Any]]) -> str:
+    """Name the engine that was refused last, and the reason."""
+    last = refused[0]
+    others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    return printable(f"engines are refused: engine {last['engine']}{others}: {last['error']}")

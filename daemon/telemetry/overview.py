@@ -175,6 +175,17 @@ def refused(status: Status) -> list[str]:
     return lines
 
 
+def held(status: Status) -> list[str]:
+    """Return a line for each memory of an engine that left, which the store did not let go of."""
+    return [
+        printable(
+            f"not free again: {size(count(each, 'bytes'))} of epoch {each.get('epoch', '?')}, tried "
+            f"{count(each, 'tries')} times: {each.get('error', '?')}"
+        )
+        for each in status.held
+    ]
+
+
 def names(status: Status) -> list[str]:
     """Return a line for each engine: its model, process, user, age, mode and namespace."""
     return [
@@ -224,6 +235,7 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
     lines += others(status)
     lines += names(status)
     lines += refused(status)
+    lines += held(status)
     if status.slowest:
         lines += ["", "waited longest lately:", *aligned(slowest(status))]
     return lines

@@ -63,6 +63,8 @@ class Status(Packet):
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     refused: list[dict[str, int | str]] = Field(default_factory=list)  # engines and processes that try in vain
+    # Memory of engines that left, which the store did not let go of: epoch, bytes, tries, error.
+    held: list[dict[str, int | str]] = Field(default_factory=list)
     uptime_s: float = 0.0
     calls: dict[str, float] = Field(default_factory=dict)  # age of the oldest running store call of each kind, seconds
     slowest: list[dict[str, str | int | float]] = Field(default_factory=list)  # requests of engines it may see

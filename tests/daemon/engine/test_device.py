@@ -213,6 +213,21 @@ def prepared(options: dict[str, object], *devices: str) -> EngineMemory:
     return done.memory
 
 
+def test_host_memory_that_the_driver_does_not_unpin_stays_mapped_until_it_does(gpus: Machine) -> None:
+    """Other memory at the same address could not be pinned."""
+    memory = prepared({"staging": "16MiB", "device_staging": "4MiB", "device_margin": 0}, UUID)
+    assert memory.device is not None
+    assert [memory.device.pin(*piece) for piece in memory.device.pieces()] == [""]
+    gpus.plant("cuMemHostUnregister", OUT_OF_MEMORY)
+    assert not memory.close()
+    assert memory.staging.held == "the GPU's driver does not unpin it"
+    assert memory.held_bytes == 16 << 20
+    gpus.mend()
+    assert memory.close()
+    assert memory.held_bytes == 0
+    eventually(lambda: gpus.left() == {}, what="the memory given back")
+
+
 def test_staging_is_on_the_numa_node_of_the_gpu(gpus: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the GPU's PCI id; node 0 is on every machine."""
     (tmp_path / gpus.gpus[0].pci).mkdir()

@@ -18,7 +18,8 @@ from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.engine import reservations as module
 from kvprefetch.daemon.engine.memory import EngineInfo, EngineMemory, layout_for
 from kvprefetch.daemon.engine.reservations import Reservations, Reserved, Withdrawn
-from kvprefetch.daemon.store.errors import StoreError
+from kvprefetch.daemon.store.errors import StoreError, StoreUnavailable
+from kvprefetch.daemon.work.calls import Call
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.segment import Segment
@@ -217,23 +218,64 @@ def test_memory_that_the_store_refuses_is_given_back(desk: Desk, machine: Machin
     assert not machine.taken
 
 
-def test_memory_that_cannot_be_given_back_ends_no_other_engine(
-    desk: Desk, machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [StoreError("no"), StoreUnavailable("no"), RuntimeError("no")])
+def test_memory_that_the_store_does_not_let_go_of_stays_taken_and_is_tried_again(
+    desk: Desk, machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """It ends no other engine; the pauses between two tries grow up to a minute."""
+    tries = []
+
     def unregister(address: int) -> None:
-        desk.store.areas.remove(address)
-        raise RuntimeError("no")
+        tries.append(address)
+        raise error
+
+    def tried() -> object:
+        return desk.all.held()[0]["tries"]
 
     desk.all.want(1, CONFIG, ENGINE)
-    first = desk.next()
+    first, now_ns = desk.next(), 1
+    said = str(error) if isinstance(error, StoreError | StoreUnavailable) else repr(error)
     with capture_logs() as log, monkeypatch.context() as patched:
         patched.setattr(desk.store, "unregister", unregister)
         free(desk, first)
+        eventually(lambda: desk.pools.run_finished() or desk.all.held(), what="memory that is held")
         desk.all.want(2, CONFIG, ENGINE)
         second = desk.next()
-        eventually(lambda: desk.pools.run_finished() or log, what="a line about it")
-    assert [(line["event"], line["error"]) for line in log] == [("job.failed", "RuntimeError('no')")]
-    free(desk, first, second)
+        start, started = desk.pools.start, list[Call]()
+        patched.setattr(desk.pools, "start", lambda call: (started.append(call), start(call)))
+        assert machine.available == machine.total - (16 << 20) - EACH, "the ledger has both"
+        for count, pause_s in enumerate((1, 2, 4, 8, 16, 32, 60, 60), 2):
+            desk.all.tick(now_ns)
+            now_ns += pause_s * 1_000_000_000
+            desk.all.tick(now_ns - 1)
+            assert not started, "too early"
+            desk.all.tick(now_ns)
+            started.clear()
+            eventually(lambda count=count: desk.pools.run_finished() or tried() == count, what="a try")
+    assert [(line["event"], line["error"]) for line in log] == [("memory.held", said)]
+    assert desk.all.held() == [{"epoch": 1, "bytes": 16 << 20, "tries": 9, "error": said}]
+    assert len(set(tries)) == 1
+    desk.all.tick(now_ns)
+    desk.all.tick(now_ns + 60_000_000_000)
+    eventually(lambda: desk.pools.run_finished() or not desk.all.held(), what="memory that is free")
+    free(desk, second)
+
+
+def test_a_reservation_that_fails_leaves_no_memory_that_the_store_holds(
+    desk: Desk, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks the second one is refused, and the first one stays: its memory is tried again, too."""
+    desk.store.most = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(desk.store, "unregister", lambda _: 1 / 0)
+        desk.all.want(1, CONFIG, ENGINE._replace(workers=[SPEC.worker(), SPEC.worker(1)]))
+        assert isinstance(desk.next().memory, StoreError)
+    [held] = desk.all.held()
+    assert held["bytes"] == sum(machine.taken.values()) == 8 << 20
+    desk.all.tick(1)
+    desk.all.tick(1_000_000_001)
+    eventually(lambda: desk.pools.run_finished() or not desk.all.held(), what="memory that is free")
+    assert not machine.taken
 
 
 def test_memory_that_nobody_took_is_unregistered_at_the_end(desk: Desk, machine: Machine) -> None:
