@@ -92,7 +92,8 @@ USED: Mapping[str, str] = {
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model()",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner",
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
-    " num_preemptions num_prompt_tokens num_tokens priority request_id resumable session_id skip_reading_prefix_cache"
+    " num_preemptions num_prompt_tokens num_tokens priority prompt_embeds prompt_is_token_ids request_id"
+    " resumable session_id skip_reading_prefix_cache"
     " status trace_headers",
 }
 

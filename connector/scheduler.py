@@ -78,6 +78,9 @@ class SchedulerSide:
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
         self._reported = 0  # the step of the last report
         self._stale_local = False
+        # Of a prompt of tokens mixed with embeddings vLLM hashes each embedding, also where a token counts: its blocks
+        # have other prompts' hashes.  Once one came, blocks of embeddings in the engine's own cache may be such blocks.
+        self._mixed = False
 
     # --- arrival ----------------------------------------------------------------------------------------------------
 
@@ -85,6 +88,9 @@ class SchedulerSide:
         """A new request: send one hint, unless there is nothing to gain."""
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
+        if request.prompt_is_token_ids is not None:
+            self._mixed = True
+            return
         geometry, claims = self._geometry, self.claims
         tokens, hashes = request.num_prompt_tokens, len(request.block_hashes)
         handle: Handle | None = None
@@ -179,7 +185,8 @@ class SchedulerSide:
             self._admitted_without_load(state)
         if not beside:
             self.running.add(request.request_id)
-        if state is not None and self._saving and not self.saves.complete(state):
+        named = not self._mixed or request.prompt_embeds is None
+        if state is not None and self._saving and named and not self.saves.complete(state):
             self.saves.unsaved[request.request_id] = state
 
     @detaching(None)

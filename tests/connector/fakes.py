@@ -187,6 +187,7 @@ class Request:
         self.cache_salt: str | None = None
         self.mm_features: list[Any] = []
         self.prompt_embeds: Any = None
+        self.prompt_is_token_ids: list[bool] | None = None
         self.session_id: str | None = None
         self.kv_transfer_params: object = None
         self.kv_hints: object = None

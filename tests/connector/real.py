@@ -175,12 +175,12 @@ class RealEngine:
 
     # --- what a client does -------------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: Sequence[int] | int, out: int = 3, **options: Any) -> Request:
-        """A new request; a number is a prompt of so many tokens of its own."""
+    def add(self, name: str, prompt: Sequence[int] | int | None, out: int = 3, **options: Any) -> Request:
+        """A new request; a number is a prompt of so many tokens of its own, and None one of `prompt_embeds`."""
         tokens = (
             [(zlib.crc32(name.encode()) + i) % 1000 + 10 for i in range(prompt)]
             if isinstance(prompt, int)
-            else list(prompt)
+            else prompt and list(prompt)
         )
         params = SamplingParams(max_tokens=out, ignore_eos=True, **options.pop("sampling", {}))
         params.update_from_generation_config({}, STOP_TOKEN)
