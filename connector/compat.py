@@ -36,7 +36,9 @@ USED: Mapping[str, str] = {
     " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_transfer_state": "get_kv_transfer_group() has_kv_transfer_group()",
+    "vllm.envs": "environment_variables",
     "vllm.model_executor.layers.linear.QKVParallelLinear": "num_kv_head_replicas",
+    "vllm.model_executor.models.registry": "ModelRegistry _VLLM_MODELS",
     "vllm.sampling_params": "SamplingParams",
     "vllm.transformers_utils.repo_utils": "hf_api()",
     "vllm.utils.hashing": "get_hash_fn_by_name(name)",
@@ -60,7 +62,8 @@ USED: Mapping[str, str] = {
     "vllm.config.LoadConfig": "download_dir load_format",
     "vllm.config.ModelConfig": "architecture code_revision dtype enable_sleep_mode get_total_num_kv_heads() hf_config"
     " hf_config_path hf_overrides is_encoder_decoder max_model_len model model_class_overrides model_weights"
-    " multimodal_config quantization quantization_config revision trust_remote_code",
+    " multimodal_config override_generation_config quantization quantization_config revision trust_remote_code"
+    " try_get_generation_config()",
     "vllm.config.ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend"
     " enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size rank"
     " tensor_parallel_size world_size",

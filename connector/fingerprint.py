@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint
+from . import checkpoint, identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,9 +126,12 @@ def of_model(vllm_config: VllmConfig) -> dict[str, str]:
 
     Raises ValueError where a file changed since the engine was configured: it may have loaded another one.
     """
+    said = identity.of_engine(vllm_config, os.environ)
+    if said.alone:
+        raise ValueError(f"nothing says what this does to KV: {'; '.join(said.alone)}")
     model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
     since_ns = int(vllm_config.instance_id)  # when vLLM made the configuration
-    found = _of_model(model, load, since_ns)
+    found = said.decides | _of_model(model, load, since_ns)
     # A draft model's layers are in the block, too; a draft that comes with the model is in the model's files.
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
@@ -235,23 +237,4 @@ def _backend(layer: Any) -> str:
 
 
 def _digest(value: object) -> str:
-    return checkpoint.digest_of(json.dumps(value, sort_keys=True, default=_plain).encode())
-
-
-def _plain(value: Any) -> object:
-    """Return JSON for a value that `json` cannot write; of a dataclass the fields that differ from their defaults.
-
-    Raises TypeError for others: their text may differ from process to process.
-    """
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, Fraction):
-        return str(value)
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {each.name: given for each in fields if (given := getattr(value, each.name)) != each.default}
-    raise TypeError(f"cannot be compared: type={type(value).__name__}")
+    return checkpoint.digest_of(identity.text(value).encode())

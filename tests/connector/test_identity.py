@@ -1,0 +1,327 @@
+"""The lists of what decides a block's bytes are whole, and each of their lines does what it says."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+import vllm.config
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+
+from kvprefetch.connector import fingerprint, identity
+from kvprefetch.connector.namespace import fingerprinted, rank_keys
+from tests.connector.test_fingerprint import described, loaded, media, running, write_model
+from tests.lab.checkpoint import TINY, make_checkpoint
+from tests.lab.hybrid import make_llama4
+
+SOURCES = Path(vllm.__file__).parent
+START = "1" * 32
+VERDICTS = {"decides", "not", "part", "own", "lines", "code"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), TINY)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, line in identity.rules("environment").items():
+        if line.verdict in ("decides", "own"):
+            monkeypatch.delenv(name, raising=False)
+
+
+def configured(model: Path, **options: Any) -> Any:
+    """What vLLM makes of `vllm serve MODEL` with these options."""
+    given = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 1024, **options}
+    return EngineArgs(model=str(model), **given).create_engine_config()
+
+
+def keys(config: Any) -> tuple[str, ...]:
+    """The prefixes of an engine's keys in the store. One that shares with no other start has START in them."""
+    plain = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
+    return fingerprinted(config, plain, running, START).prefixes
+
+
+def alone(found: tuple[str, ...]) -> bool:
+    return all(f"fp:{START}" in each for each in found)
+
+
+# --- the lists are whole ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["environment", "fields"])
+def test_each_line_has_a_verdict_and_a_reason(name: str) -> None:
+    for given, line in identity.rules(name).items():
+        assert line.verdict in VERDICTS, given
+        assert line.reason or line.verdict == "lines", given
+        assert bool(line.baseline) == (line.verdict in ("decides", "code") or (name, line.verdict) == ("fields", "own"))
+        assert not line.baseline or json.loads(line.baseline) in json.loads(f"[{line.baseline}]")
+
+
+def read_by_vllm() -> Iterator[str]:
+    """Names of variables: of vllm.envs, of each literal that os.environ or getenv gets, and all that look like one."""
+    yield from envs.environment_variables
+    for file in sorted(SOURCES.rglob("*.py")):
+        source = file.read_text()
+        yield from re.findall(r"""["'](_?VLLM_[A-Z0-9_]*[A-Z0-9])["']""", source)
+        if "environ" not in source and "getenv" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            given: ast.expr | None = None
+            if isinstance(node, ast.Call) and node.args and re.search(r"getenv$|environ\.\w+$", ast.unparse(node.func)):
+                given = node.args[0]
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+                given = node.slice
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                yield given.value
+
+
+# Constants that look like a variable's name and are none.
+NONE = {"VLLM_CUTLASS"}
+OLDER = "an older vLLM's: 0.31 to 0.33 do not read it"
+
+
+def test_each_variable_that_vllm_reads_is_on_the_list() -> None:
+    """A new vLLM's is not, and fails this test: read what it does, and write its line."""
+    listed, names = identity.rules("environment"), set(read_by_vllm())
+    assert len(names) > 350
+    assert sorted(names - listed.keys() - NONE) == []
+    assert [each for each, line in listed.items() if line.reason == OLDER and each in names] == []
+
+
+def test_each_field_of_vllms_configurations_is_on_the_list() -> None:
+    listed = identity.rules("fields")
+    kinds = {each.partition(".")[0] for each in listed}
+    for kind in kinds:
+        found = next(value for value in (getattr(each, kind, None) for each in modules()) if value is not None)
+        names = {f"{kind}.{field.name}" for field in dataclasses.fields(found)}
+        assert sorted(names - listed.keys()) == []
+    assert {type(value).__name__ for value in vars(vllm.config.VllmConfig()).values()} & kinds
+
+
+def modules() -> Iterator[Any]:
+    yield vllm.config
+    for each in pkgutil.iter_modules(vllm.config.__path__):
+        yield importlib.import_module(f"vllm.config.{each.name}")
+
+
+def test_the_baselines_are_what_this_vllm_does_by_default(model: Path) -> None:
+    """A release that changes one makes a difference: look whether its KV is another one."""
+    assert identity.of_engine(configured(model), {}) == identity.Identity()
+    for name, line in identity.rules("environment").items():
+        if line.verdict == "decides" and name in envs.environment_variables:
+            assert identity.text(envs.environment_variables[name]()) == line.baseline, name
+
+
+# --- what decides -----------------------------------------------------------------------------------------------------
+
+VALUES = ("1", "0", "int8", "uniform_random", "medium", "INT4", "w4a8", "a16w4", "mxfp4", "bf16", '{"bits": 4}')
+
+
+def other(name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Set the variable to a value that is not its default; whether there is one."""
+    before = identity.rules("environment")[name].baseline
+    for value in VALUES:
+        monkeypatch.setenv(name, value)
+        try:
+            if name not in envs.environment_variables or identity.text(envs.environment_variables[name]()) != before:
+                return True
+        except ValueError:  # not one of its choices
+            continue
+    return False
+
+
+@pytest.mark.parametrize(
+    "name", [each for each, line in identity.rules("environment").items() if line.verdict == "decides"]
+)
+def test_a_variable_that_decides_is_in_the_key(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = described(write_model(tmp_path / "model"))
+    before = keys(config)
+    if not other(name, monkeypatch):
+        pytest.skip(f"this vLLM has no other value of {name}")
+    now = keys(config)
+    assert now != before
+    assert not alone(now)
+    if name in envs.environment_variables or "VLLM" not in name:
+        assert name in fingerprint.of_model(config)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"moe_backend": "triton"},
+    {"additional_config": {"chunk": 4}},
+    {"attention_config": {"use_prefill_query_quantization": True}},
+    {"kernel_config": {"linear_backend": "marlin"}},
+)
+
+
+def test_an_option_that_decides_is_in_the_key(model: Path) -> None:
+    found = [keys(configured(model, **options)) for options in ({}, *OPTIONS)]
+    assert len(set(found)) == len(found)
+    assert not any(map(alone, found))
+
+
+def test_llama_4_is_scaled_by_what_its_files_and_options_come_to(tmp_path: Path) -> None:
+    """vLLM reads generation_config.json for it, and looks whether max_model_len is more than 32,768."""
+
+    def llama(name: str, **generation: Any) -> Path:
+        path = make_llama4(tmp_path / name)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
+        (path / "generation_config.json").write_text(json.dumps(generation))
+        return path
+
+    plain, tuned = llama("plain"), llama("tuned", attn_temperature_tuning=True)
+    off: tuple[tuple[Path, dict[str, Any]], ...] = (
+        (plain, {}),
+        (plain, {"max_model_len": 32_768}),
+        (tuned, {"override_generation_config": {"attn_temperature_tuning": False}}),
+    )
+    on: tuple[tuple[Path, dict[str, Any]], ...] = (
+        (plain, {"max_model_len": 40_000}),
+        (plain, {"override_generation_config": {"attn_temperature_tuning": True}}),
+        (plain, {"generation_config": str(tuned)}),
+        (tuned, {}),
+    )
+    found = [{keys(configured(path, **options)) for path, options in engines} for engines in (off, on)]
+    assert [len(each) for each in found] == [1, 1]
+    assert found[0] != found[1]
+
+
+# --- what nobody thought of -------------------------------------------------------------------------------------------
+
+
+def test_a_variable_that_no_list_has_ends_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = described(write_model(tmp_path / "model"))
+    monkeypatch.setenv("VLLM_ROUND_TO_THREE_BITS", "1")
+    assert alone(keys(config))
+    found = fingerprinted(config, rank_keys(model="tiny", tp_rank=0, pp_rank=0), running, START)
+    assert "VLLM_ROUND_TO_THREE_BITS is set" in found.unknown
+
+
+def test_a_field_that_no_list_has_ends_sharing_once_it_is_not_its_default(model: Path) -> None:
+    config = configured(model)
+    old = config.mamba_config
+    fields = [("sloppy", bool, dataclasses.field(default=False))]
+    later: Any = dataclasses.make_dataclass("MambaConfig", fields, bases=(type(old),))
+    before = keys(config)
+    for sloppy in (False, True):
+        config.mamba_config = later(sloppy=sloppy)
+        assert alone(keys(config)) == sloppy
+        assert sloppy or keys(config) == before
+
+
+def test_foreign_code_is_in_the_key_or_ends_sharing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the files of its installed package; where no package has it, a name is no identity."""
+    plain = keys(configured(model))
+    own = ModelRegistry.models["LlamaForCausalLM"]
+    try:
+        ModelRegistry.register_model("LlamaForCausalLM", "vllm.model_executor.models.mistral:MistralForCausalLM")
+        now = keys(configured(model))
+        assert now != plain
+        assert not alone(now)
+    finally:
+        ModelRegistry.models["LlamaForCausalLM"] = own
+    config = configured(model)
+    config.parallel_config.worker_extension_cls = "mine.Extension"
+    assert alone(keys(config))
+    found = set()
+    for version, digest in (("1", "a"), ("1", "b"), ("2", "b")):
+        install(tmp_path / f"{version}{digest}", version, digest)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / f"{version}{digest}")
+            found.add(keys(config))
+    assert len(found) == 3
+    assert not any(map(alone, found))
+
+
+def install(site: Path, version: str, digest: str) -> None:
+    """A package `mine` with a plugin for vLLM, as pip leaves it."""
+    info = site / f"mine-{version}.dist-info"
+    info.mkdir(parents=True)
+    (site / "mine.py").write_text("")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mine\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("mine\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmine = mine:register\n")
+    (info / "RECORD").write_text(f"mine.py,sha256={digest},0\n")
+
+
+def test_a_plugin_counts_where_vllm_loads_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(model)
+    plain = keys(config)
+    install(tmp_path / "site", "1", "a")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert keys(config) != plain
+    monkeypatch.setenv("VLLM_PLUGINS", "kvprefetch")
+    assert keys(config) == plain
+
+
+# --- no false difference ----------------------------------------------------------------------------------------------
+
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "3",
+    "HF_HOME": "/nowhere",
+    "HF_HUB_OFFLINE": "1",
+    "HOME": "/home/another",
+    "NCCL_DEBUG": "INFO",
+    "OMP_NUM_THREADS": "2",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "VLLM_API_KEY": "secret",
+    "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+    "VLLM_HOST_IP": "10.0.0.7",
+    "VLLM_LOGGING_LEVEL": "DEBUG",
+    "VLLM_PORT": "tcp://10.0.0.1:8000",
+    "VLLM_PORT_8000_TCP_ADDR": "10.0.0.1",
+    "VLLM_ROUTER_SERVICE_HOST": "10.0.0.1",
+    "VLLM_SERVICE_PORT_HTTP": "80",
+    "VLLM_USE_V1": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+SAME: tuple[dict[str, Any], ...] = (
+    {"max_model_len": 2048},
+    {"seed": 7, "served_model_name": "another", "max_num_seqs": 3, "max_num_batched_tokens": 2048},
+    {"enforce_eager": False, "kv_cache_memory_bytes": 1 << 30, "disable_log_stats": True},
+    {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
+    {"tensor_parallel_size": 1, "load_format": "safetensors", "enable_chunked_prefill": False},
+)
+
+
+def test_what_changes_no_byte_changes_no_key(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that never hits is worthless: starts, nodes, users, lengths, batches, ports, logs, seeds."""
+    config = configured(model)
+    plain = keys(config)
+    assert not alone(plain)
+    for options in SAME:
+        assert keys(configured(model, **options)) == plain, options
+    assert keys(configured(make_checkpoint(tmp_path / "elsewhere", TINY))) == plain
+    for name, value in ENVIRONMENT.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert keys(config) == plain, name
+
+
+def test_engines_that_are_not_in_doubt_keep_the_keys_that_they_had(tmp_path: Path) -> None:
+    """The digests of release 0.1.0's format, before there were lists."""
+    folder = write_model(tmp_path / "model")
+    found = [
+        fingerprint.digest(fingerprint.fitting({**running(), **loaded(folder, **changes)}))
+        for changes in ({}, {"multimodal_config": media()}, {"quantization": "fp8"})
+    ]
+    assert found == [
+        "1dc7288ee4a315489442878025dc004d",
+        "16d0ffdaee60f415ea09c0006fdba84c",
+        "2c0f833a4f7e6e1cab291ae6268808c2",
+    ]
