@@ -49,6 +49,11 @@ class Control:
         self._budget = Budget()
         self._door = Door(shared.config, epoll, shared.log)
 
+    @property
+    def door_bytes(self) -> int:
+        """How much memory the HTTP door's process may still take."""
+        return self._door.untaken_bytes
+
     def ready(self, fds: list[int], now_ns: int) -> None:
         """Read one message of each of these descriptors; those of other parts are skipped.
 

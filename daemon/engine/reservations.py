@@ -3,8 +3,9 @@
 Everything here runs on the main loop, but what is handed to the pools.
 
 No byte of the machine is promised twice.  Linux overcommits: a reservation too many would succeed, and the OOM killer
-would end a process later.  What is available says nothing of reservations that are still being filled, so these count
-in full until the memory is taken.  Reservations wait for releases under way, in the order of their wishes.
+would end a process later.  What is available says nothing of reservations that are still being filled, nor of memory
+that the embedded store and the HTTP door will use, so these count in full until the memory is taken.
+Reservations wait for releases under way, in the order of their wishes.
 
 Memory that the store does not let go of stays taken, mapped and listed, and is tried again at growing intervals: other
 memory at the same address would be refused.
@@ -100,6 +101,7 @@ class Reservations:
         self._freeing: dict[int, int] = {}  # bytes on their way back, by number
         self._done: deque[Reserved] = deque()
         self._held: dict[int, _Held] = {}  # by number
+        self.others_bytes: int | None = None  # that store and door will take; None: not counted yet
 
     def want(self, number: int, config: DaemonConfig, engine: EngineInfo) -> None:
         """Reserve the memory of epoch `number`. Each ends as one Reserved, the withdrawn ones too."""
@@ -196,7 +198,7 @@ class Reservations:
         for wish in [each for each in self._wishes.values() if each.queued and not each.granted]:
             # Before `available_bytes`: what is taken in between then counts twice, not never.
             promised = sum(each.size - each.taken for each in self._wishes.values() if each.granted)
-            left = available_bytes() - promised
+            left = available_bytes() - promised - (others := self._others(wish.config))
             if left <= wish.size < left + sum(self._freeing.values()):
                 return
             if left > wish.size:
@@ -206,9 +208,15 @@ class Reservations:
             error = SegmentError(
                 f"staging: not enough memory for another engine: staging={size_text(wish.config.staging)} "
                 f"control={whole_mib(wish.control_bytes)} engine={wish.engine.engine_id!r} "
-                f"available={whole_mib(max(0, left))}"
+                f"available={whole_mib(max(0, left))} promised={whole_mib(others)} (to store and door)"
             )
             self._end(wish, error)
+
+    def _others(self, config: DaemonConfig) -> int:
+        """Return the bytes of the daemon's other parts that are not taken yet."""
+        if self.others_bytes is not None:
+            return self.others_bytes
+        return 0 if config.mooncake_config is not None else config.memory
 
     def _made(self, wish: _Wish, result: EngineMemory | BaseException) -> None:
         if isinstance(result, EngineMemory) and not wish.wanted:

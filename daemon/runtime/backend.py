@@ -51,8 +51,11 @@ class Backend:
         store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
         self.store = store
         for attempt in range(OPEN_TRIES):
+            account = self.master.opening() if self.master is not None else None
             try:
                 store.open()
+                if account is not None:
+                    account.opened()
                 break
             except StoreError as error:
                 if self.master is None:
@@ -87,6 +90,11 @@ class Backend:
             snapshot.fill = self.master.fill()
             if self.store is not None:
                 self.store.evicts = snapshot.fill is None or snapshot.fill.evicts
+
+    @property
+    def untouched_bytes(self) -> int:
+        """How much memory the embedded store will still take."""
+        return self.master.untouched_bytes if self.master is not None else 0
 
     def close(self, *, quiet: bool) -> None:
         """Flush values to the disk, leave the store and stop its master. `quiet`: no store call is in flight."""

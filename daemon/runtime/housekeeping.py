@@ -44,6 +44,7 @@ class Housekeeping:
         self._notifier.status(self.summary())
         shared = self._shared
         self._backend.describe(shared.snapshot)
+        self._epochs.reservations.others_bytes = self._backend.untouched_bytes + self._control.door_bytes
         shared.snapshot.held = self._epochs.reservations.held()
         epochs, metrics = self._epochs.attached(), shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)

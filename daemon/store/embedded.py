@@ -35,6 +35,7 @@ from .disk_watch import MIN_FREE_BYTES
 from .errors import LIBRARIES, StoreError
 from .fill import FillWatch, StoreFill
 from .settings import MooncakeSettings
+from .untouched import Untouched
 
 _UNIT_BYTES = 16 << 20  # one allocation unit of Mooncake's segment; set-up refuses 8 MiB
 _DISK_LEASE_MS = 2000
@@ -80,6 +81,7 @@ class EmbeddedMaster:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._fill: FillWatch | None = None
+        self._untouched: Untouched | None = None
         self.http = ""  # host:port of its HTTP interface, once it was started
         self._said = self._wrong = ""  # its last line, and its first error
 
@@ -90,6 +92,20 @@ class EmbeddedMaster:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def opening(self) -> Untouched:
+        """Return the account of the memory that a store takes next; the caller says when it `opened`."""
+        self._untouched = Untouched(self._memory_bytes)
+        return self._untouched
+
+    @property
+    def untouched_bytes(self) -> int:
+        """How much of the store's memory has no pages yet, as of a few seconds ago."""
+        return self._untouched.bytes if self._untouched is not None else self._memory_bytes
+
+    def _look(self) -> None:
+        if self._untouched is not None:
+            self._untouched.look()
 
     def disk_fault(self) -> str:
         """Say why nothing can be kept on disk, in one line; empty when it can, and without a disk."""
@@ -133,7 +149,7 @@ class EmbeddedMaster:
                 break
             if self._listens(port):
                 self._log.info("master.started", pid=self.pid, port=port, memory_bytes=self._memory_bytes)
-                self._fill = FillWatch(self.http)
+                self._fill = FillWatch(self.http, self._look)
                 return self._settings(port)
             self._log.debug("master.retried", port=port, attempt=attempt)
             self._end()

@@ -7,6 +7,7 @@ import http.client
 import re
 import threading
 import time
+from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -70,10 +71,10 @@ def parse(page: bytes) -> StoreFill | None:
 
 
 class FillWatch:
-    """Asks a master every PERIOD_S, on a thread of its own: one that hangs blocks nobody."""
+    """Asks a master every PERIOD_S, on a thread of its own: one that hangs blocks nobody. And it calls `look`."""
 
-    def __init__(self, master: str) -> None:
-        self._master = master
+    def __init__(self, master: str, look: Callable[[], None] = lambda: None) -> None:
+        self._master, self._look = master, look
         self._answer: tuple[StoreFill, float] = (StoreFill(), 0.0)  # the last one, and when it came
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-fill", daemon=True)
@@ -93,4 +94,5 @@ class FillWatch:
         while not self._stop.is_set():
             if (fill := read(self._master)) is not None:
                 self._answer = fill, time.monotonic()
+            self._look()
             self._stop.wait(PERIOD_S)

@@ -26,7 +26,7 @@ from kvprefetch.shmring.segment import Segment
 from tests.support.engine_side import ONE_GROUP, EngineSpec
 from tests.support.waiting import eventually
 
-CONFIG = DaemonConfig.model_validate({"staging": "16MiB", "hint_ring": "1MiB"})
+CONFIG = DaemonConfig.model_validate({"staging": "16MiB", "hint_ring": "1MiB", "mooncake_config": "/cluster.json"})
 SPEC = EngineSpec(max_blocks=8)
 ENGINE = EngineInfo("e", ONE_GROUP, SPEC.scheduler(), [SPEC.worker()])
 EACH = (16 << 20) + layout_for(CONFIG, 1, ENGINE)[0].total_bytes
@@ -326,3 +326,19 @@ def test_engines_that_come_and_go_at_random_keep_to_the_machines_memory(
     assert outcomes["EngineMemory"] >= 8, outcomes
     for memory in held.values():
         desk.all.free(memory)
+
+
+def test_memory_that_the_embedded_store_and_the_door_will_take_is_no_engines(desk: Desk, machine: Machine) -> None:
+    """Before anything is counted, that is all of the store's memory."""
+    store = 40 << 20
+    embedded = DaemonConfig.model_validate({"staging": "16MiB", "hint_ring": "1MiB", "memory": store})
+    machine.total = 2 * EACH + store + 1
+    results = []
+    for number in (1, 2, 3):
+        desk.all.want(number, embedded, ENGINE)
+        results.append(desk.next())
+    assert isinstance(results.pop().memory, SegmentError)
+    desk.all.others_bytes = store - EACH
+    desk.all.want(4, embedded, ENGINE)
+    results.append(desk.next())
+    free(desk, *results)
