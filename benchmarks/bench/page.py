@@ -191,15 +191,13 @@ def anchor(heading: str) -> str:
 
 
 def section(result: Result, folder: str) -> list[str]:
-    """A piece on the page; `folder`: where the page finds its picture and its JSON."""
+    """A piece on the page; `folder`: where the page finds its picture and its JSON. The picture shows the means."""
     name = result["piece"]
-    table = [] if _comes_behind(result) else [*means(result), ""]  # the picture says it
     return [
         f"### {title(result)}",
         "",
         f"![Chart of {name}]({folder}/{name}.svg)",
         "",
-        *table,
         *reading(result),
         "",
         f"[All figures]({folder}/README.md#{name}), [raw]({folder}/{name}.json).",
@@ -217,6 +215,7 @@ def details(results: Sequence[Result], date: str) -> list[str]:
     ]
     for result in results:
         lines += [f"## {result['piece']}", "", *[line for part in provenance(result) for line in (part, "")]]
+        lines += [] if _comes_behind(result) else [*means(result), ""]
         columns = [
             name
             for name in FIGURES
