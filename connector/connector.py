@@ -7,6 +7,7 @@ cannot be served, and update_state_after_alloc, after which the engine counts on
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -62,6 +63,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         refusals.check(vllm_config, kv_cache_config)
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
+        self._start = hellos.start_of(vllm_config)
         for_hello = self._geometry
         if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves, and counts no block as waste
             self._geometry = dataclasses.replace(self._geometry, saves=False)
@@ -81,7 +83,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            hello = hellos.of_scheduler(vllm_config, for_hello, upstream_keys=self._settings.key_format == "vllm")
+            hello = hellos.of_scheduler(
+                vllm_config, self._start, for_hello, upstream_keys=self._settings.key_format == "vllm"
+            )
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
@@ -106,6 +110,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             if self._geometry.world_size > 1:
                 refusals.check_ranks(vllm_config)
             self._tp_rank = get_tensor_model_parallel_rank()
+            self._as_made = hellos.as_made(vllm_config), copy.deepcopy(kv_cache_config)
             self.worker = built.calling_worker()
             self.keys = namespace.keys_of(
                 vllm_config,
@@ -302,24 +307,23 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _worker_hello(self, paged: PagedCache, device: str) -> Hello:
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
-        config, keys, rules = self._vllm_config, self.keys, self._geometry.groups
+        (config, caches), keys, rules = self._as_made, self.keys, self._geometry.groups
         assert keys is not None
-        written = groups.written(
-            self._kv_cache_config, paged.places, paged.block_bytes, drafts=geometry.drafted_tokens(config)
-        )
+        drafts = geometry.drafted_tokens(config)
+        written = groups.written(caches, paged.places, paged.block_bytes, drafts=drafts)
         if self._settings.key_format == "vllm":
             where = namespace.Namespace(keys.prefixes, {})
         else:
             running = functools.partial(
                 fingerprint.of_engine,
                 config,
-                self._kv_cache_config,
+                caches,
                 rules=rules,
                 replicas=keys.replicas,
                 layout=paged.layout,
                 written=written,
             )
-            where = namespace.fingerprinted(config, keys, running, hellos.incarnation(config))
+            where = namespace.fingerprinted(config, keys, running, self._start)
         info = WorkerInfo(
             block_bytes=paged.block_bytes,
             key_prefixes=list(where.prefixes),
@@ -328,7 +332,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             written=written,
             device=device,
         )
-        hello = hellos.of_worker(config, self._geometry, self._tp_rank, info)
+        hello = hellos.of_worker(config, self._start, self._geometry, self._tp_rank, info)
         namespace.log_sharing(where, first_rank=hello.rank == 0)
         return hello
 

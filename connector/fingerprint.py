@@ -121,16 +121,15 @@ def of_engine(
     return found
 
 
-def of_model(vllm_config: VllmConfig) -> dict[str, str]:
+def of_model(vllm_config: VllmConfig, since_ns: int) -> dict[str, str]:
     """Return the part that the model's files and options decide. Reads the files.
 
-    Raises ValueError where a file changed since the engine was configured: it may have loaded another one.
+    Raises ValueError where a file changed since the engine was configured (`since_ns`): it may have loaded another one.
     """
     said = identity.of_engine(vllm_config, os.environ)
     if said.alone:
         raise ValueError(f"nothing says what this does to KV: {'; '.join(said.alone)}")
     model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
-    since_ns = int(vllm_config.instance_id)  # when vLLM made the configuration
     found = said.decides | _of_model(model, load, since_ns)
     # A draft model's layers are in the block, too; a draft that comes with the model is in the model's files.
     draft = None if speculative is None else speculative.draft_model_config

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import re
 import uuid
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
@@ -19,9 +22,43 @@ if TYPE_CHECKING:
 _NAMESPACE = uuid.UUID("8f5a6b0e-6a5c-5f0e-9d9b-2f3f1d6c9a41")
 
 
-def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: bool) -> Hello:
+class Start(NamedTuple):
+    """One start of an engine, which has the same `incarnation` in all its processes and none in common with another.
+
+    `configured_ns`: when its configuration was made, before vLLM read a file of the model (Unix time).
+    """
+
+    engine_id: str
+    incarnation: str
+    configured_ns: int
+
+
+def start_of(vllm_config: VllmConfig) -> Start:
+    """Name the start of the engine that makes a connector. A later call may name another one.
+
+    instance_id is when the configuration was made (ns), for Ray's data parallelism with a suffix, and reaches the
+    workers inside it.  Once both connectors are made, the engine core runs `VllmConfig.__post_init__` again
+    (`EngineCoreProc._perform_handshakes`), which sets it anew.
+    """
+    engine_id, instance = vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id
+    made = re.match(r"\d+", instance)
+    return Start(engine_id, uuid.uuid5(_NAMESPACE, f"{engine_id}\0{instance}").hex, int(made[0]) if made else 0)
+
+
+def as_made(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a copy that keeps what vLLM says now, for the link's thread: vLLM changes its objects later, too.
+
+    It has the same layers (`compilation_config`).
+    """
+    kept = vllm_config.compilation_config
+    with contextlib.suppress(Exception):  # a model's own code may put anything into its configuration
+        return copy.deepcopy(vllm_config, {id(kept): kept})
+    return vllm_config
+
+
+def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    start, probe = start_and_probe(algorithm)
+    hash_start, probe = start_and_probe(algorithm)
     blocks, rules = geometry.max_blocks, geometry.groups
     wants = SchedulerInfo(
         max_blocks=blocks,
@@ -33,10 +70,10 @@ def of_scheduler(vllm_config: VllmConfig, geometry: Geometry, *, upstream_keys: 
         events=publishes_events(vllm_config),
         upstream_keys=upstream_keys,
         hash_algorithm=algorithm,
-        hash_start=start,
+        hash_start=hash_start,
         hash_probe=probe,
     )
-    return Hello(**_common(vllm_config, geometry), role="scheduler", rank=0, scheduler=wants)
+    return Hello(**_common(start, geometry), role="scheduler", rank=0, scheduler=wants)
 
 
 def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hello:
@@ -46,29 +83,19 @@ def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hel
     return hello.model_copy(update={"scheduler": hello.scheduler.model_copy(update=now)})
 
 
-def of_worker(vllm_config: VllmConfig, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:
+def of_worker(vllm_config: VllmConfig, start: Start, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:
     rank = pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
-    return Hello(**_common(vllm_config, geometry), role="worker", rank=rank, worker=info)
+    return Hello(**_common(start, geometry), role="worker", rank=rank, worker=info)
 
 
-def _common(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:
+def _common(start: Start, geometry: Geometry) -> dict[str, Any]:
     return {
         "protocol": PROTOCOL,
         "version": __version__,
-        "engine_id": vllm_config.kv_transfer_config.engine_id,
-        "incarnation": incarnation(vllm_config),
+        "engine_id": start.engine_id,
+        "incarnation": start.incarnation,
         "world_size": geometry.world_size,
     }
-
-
-def incarnation(vllm_config: VllmConfig) -> str:
-    """An id of one engine start, the same in all its processes.
-
-    engine_id has the data-parallel suffix before the workers are spawned; instance_id is the configuration's creation
-    time (ns).  Both reach the workers inside the pickled configuration.
-    """
-    text = f"{vllm_config.kv_transfer_config.engine_id}\0{vllm_config.instance_id}"
-    return uuid.uuid5(_NAMESPACE, text).hex
 
 
 def start_and_probe(algorithm: str) -> tuple[str, str]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+    from .hellos import Start
+
 log = logging.getLogger("vllm.kvprefetch")
 
 
@@ -131,16 +133,16 @@ class Namespace(NamedTuple):
 
 
 def fingerprinted(
-    vllm_config: VllmConfig, keys: RankKeys, running: Callable[[], Mapping[str, str]], start: str
+    vllm_config: VllmConfig, keys: RankKeys, running: Callable[[], Mapping[str, str]], start: Start
 ) -> Namespace:
     """Return the namespace that only engines with equal KV share. Reads the model's files.
 
     `running` returns the rank's part of the fingerprint.  On an error in it or in the rest, the namespace belongs to
-    this engine start alone: `start` (32 hex digits) is the same on all its ranks.
+    this engine start alone.
     """
-    found, digits, unknown = dict[str, str](), start, ""
+    found, digits, unknown = dict[str, str](), start.incarnation, ""
     try:
-        found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config)})
+        found = fingerprint.fitting({**running(), **fingerprint.of_model(vllm_config, start.configured_ns)})
         found |= {"kv_shards": keys.shards} if keys.shards else {}
         digits = fingerprint.digest(found)
     except Exception as error:

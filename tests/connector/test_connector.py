@@ -34,6 +34,9 @@ FULL = kinds.FullAttentionSpec(block_size=32, **HEADS)
 WINDOW = kinds.SlidingWindowSpec(block_size=32, **HEADS, sliding_window=64)
 CHUNKS = kinds.ChunkedLocalAttentionSpec(block_size=32, **HEADS, attention_chunk_size=64)
 MAMBA = kinds.MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+CACHE = {
+    "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256",
+}  # fmt: skip
 SINK = kinds.SinkFullAttentionSpec(block_size=32, **HEADS, sink_len=4)
 
 
@@ -64,10 +67,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         "hf_config_path": None, "architecture": "LlamaForCausalLM", "trust_remote_code": False, "hf_overrides": {},
         "enable_sleep_mode": False, **changes.pop("model", {}),
     }  # fmt: skip
-    cache = {
-        "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True,
-        "prefix_caching_hash_algo": "sha256", "cache_dtype": "auto", **changes.pop("cache", {}),
-    }  # fmt: skip
+    cache = {**CACHE, "cache_dtype": "auto", **changes.pop("cache", {})}
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
         parallel_config=SimpleNamespace(**parallel),
@@ -170,9 +170,11 @@ def test_what_cannot_be_served_is_refused_at_start_in_one_line(
 
 def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp_path: Path) -> None:
     first, again = vllm_config(tmp_path / "a"), vllm_config(tmp_path / "b")
-    assert hellos.incarnation(first) == hellos.incarnation(again)
+    assert hellos.start_of(first) == hellos.start_of(again)
     again.instance_id = "124"
-    assert hellos.incarnation(first) != hellos.incarnation(again)
+    assert hellos.start_of(first).incarnation != hellos.start_of(again).incarnation
+    again.instance_id = "124_dp1"  # of Ray's data parallelism
+    assert hellos.start_of(again).configured_ns == 124
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_pa
         config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
         numbers = geometry.of_engine(config, cache)
         assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
-        said = hellos.of_scheduler(config, numbers, upstream_keys=False).scheduler
+        said = hellos.of_scheduler(config, hellos.start_of(config), numbers, upstream_keys=False).scheduler
         assert said is not None
         start, probe = bytes.fromhex(said.hash_start), bytes.fromhex(said.hash_probe)
         assert len(BlockHasher(said.hash_algorithm, start, said.hash_tokens, probe)(range(97))) == 3 * 32
@@ -301,14 +303,14 @@ def test_an_error_inside_is_logged_and_answers_nothing(
 def worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any] | None = None, **changes: Any
 ) -> KVPrefetchConnector:
-    """A worker's connector with its cache, and a model in tmp_path. `broken`: of the configuration, once it is made."""
+    """A worker's connector with its cache, and a model in tmp_path. `broken`: of the configuration."""
     import vllm.distributed
 
     monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: 0)
     config = vllm_config(tmp_path / "s", **changes)
     config.model_config.model = str(write_model(tmp_path / "tiny"))
-    connector = KVPrefetchConnector(config, WORKER, kv_cache_config())
     vars(config).update(broken or {})
+    connector = KVPrefetchConnector(config, WORKER, kv_cache_config())
     connector.register_kv_caches({"layer": torch.zeros(16, 1, 32, 32, dtype=torch.float32)})
     return connector
 
@@ -343,13 +345,13 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
         for why, broken in (
             ("load_format=dummy", {"load_config": SimpleNamespace(load_format="dummy", download_dir=None)}),
-            ("AttributeError", {"cache_config": None}),
+            ("AttributeError", {"cache_config": SimpleNamespace(**CACHE)}),
         ):
             connector = worker(tmp_path, monkeypatch, broken)
             assert connector.link is not None
             shape = connector.link.hello().worker
             assert shape is not None
-            start = hellos.incarnation(connector._vllm_config)
+            start = connector.link.hello().incarnation
             assert shape.key_prefixes[0] == f"tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@fp:{start}@"
             assert any("is not known" in record.message and why in record.message for record in caplog.records)
             connector.shutdown()

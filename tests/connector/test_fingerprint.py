@@ -112,21 +112,18 @@ def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields)
 
 
-def described(
-    folder: Path | str, *, load_format: str = "auto", draft: Any = None, since_ns: int | None = None, **changes: Any
-) -> Any:
+def described(folder: Path | str, *, load_format: str = "auto", draft: Any = None, **changes: Any) -> Any:
     """The configuration of an engine that serves this model, as far as the fingerprint reads it."""
     return SimpleNamespace(
         model_config=model_config(folder, **changes),
         load_config=SimpleNamespace(load_format=load_format, download_dir=None),
-        instance_id=f"{time.time_ns() if since_ns is None else since_ns}",
         speculative_config=None if draft is None else SimpleNamespace(draft_model_config=draft, draft_load_config=None),
     )
 
 
-def loaded(folder: Path | str, **changes: Any) -> dict[str, str]:
+def loaded(folder: Path | str, *, since_ns: int | None = None, **changes: Any) -> dict[str, str]:
     """The part of the fingerprint that files and options decide, of an engine that serves this model."""
-    return fingerprint.of_model(described(folder, **changes))
+    return fingerprint.of_model(described(folder, **changes), time.time_ns() if since_ns is None else since_ns)
 
 
 def window(**changes: Any) -> SlidingWindowSpec:

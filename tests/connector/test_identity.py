@@ -20,13 +20,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 
 from kvprefetch.connector import fingerprint, identity
+from kvprefetch.connector.hellos import Start
 from kvprefetch.connector.namespace import fingerprinted, rank_keys
 from tests.connector.test_fingerprint import described, loaded, media, running, write_model
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.hybrid import make_llama4
 
 SOURCES = Path(vllm.__file__).parent
-START = "1" * 32
+START = Start("engine", "1" * 32, 2**62)
 VERDICTS = {"decides", "not", "part", "own", "lines", "code"}
 
 
@@ -49,13 +50,13 @@ def configured(model: Path, **options: Any) -> Any:
 
 
 def keys(config: Any) -> tuple[str, ...]:
-    """The prefixes of an engine's keys in the store. One that shares with no other start has START in them."""
+    """The prefixes of an engine's keys in the store. One that shares with no other start has its own name in them."""
     plain = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
     return fingerprinted(config, plain, running, START).prefixes
 
 
 def alone(found: tuple[str, ...]) -> bool:
-    return all(f"fp:{START}" in each for each in found)
+    return all(f"fp:{START.incarnation}" in each for each in found)
 
 
 # --- the lists are whole ----------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_a_variable_that_decides_is_in_the_key(name: str, tmp_path: Path, monkey
     assert now != before
     assert not alone(now)
     if name in envs.environment_variables or "VLLM" not in name:
-        assert name in fingerprint.of_model(config)
+        assert name in fingerprint.of_model(config, START.configured_ns)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import checkpoint, namespace
+from kvprefetch.connector.hellos import Start
 from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
 from tests.connector.test_fingerprint import model_config, running, write_model
 
@@ -24,7 +25,6 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
     config: Any = SimpleNamespace(
         model_config=model_config(folder, **changes),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
-        instance_id=f"{time.time_ns()}",
         speculative_config=None,
     )
     keys = rank_keys(model="org/tiny", tp_rank=tp_rank, pp_rank=0, replicas=(2,))
@@ -34,7 +34,7 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
             raise known
         return running() if known is None else known
 
-    return fingerprinted(config, keys, runs, start)
+    return fingerprinted(config, keys, runs, Start("engine", start, time.time_ns()))
 
 
 @pytest.fixture
