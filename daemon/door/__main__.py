@@ -27,6 +27,7 @@ THREADS = 2 * WAITERS + 4
 CONNECTIONS = 128  # of a socket at a time; one costs a descriptor, and a thread only once its request is whole
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
+IN_MEMORY = 64 << 10  # of a body that comes; waitress keeps a longer one in a file until its turn
 NICE = 10  # behind the daemon's fetches, FETCH_NICE
 
 
@@ -94,6 +95,7 @@ def main(words: list[str]) -> None:
             channel_timeout=SLOW_S,
             cleanup_interval=2,
             max_request_body_size=MAX_BODY,
+            inbuf_overflow=IN_MEMORY,
             max_request_header_size=MAX_HEADER,
             ident="kvprefetchd",
             expose_tracebacks=False,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from http import HTTPStatus
 from threading import BoundedSemaphore, Lock
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from pydantic import BaseModel
 
@@ -44,6 +44,7 @@ Start = Callable[[str, list[tuple[str, str]]], Any]
 
 CALLER = "kvprefetch.caller"  # of a Unix socket's connection, in the WSGI environment; None: over TCP
 MAX_BODY = 16 << 20
+BODY_S = 10  # for the bodies that came before
 FIRST_S = 0.5  # for the store's answer about all prompts of a message; the others are deferred
 MAX_WAIT_MS = 30_000
 WAITERS = 8  # callers of each method that wait at a time; others get the answer of now
@@ -77,6 +78,7 @@ class App:
         self._link, self._messages, self._token = link, messages, token
         self._rate, self._rating = Budget(RATE / 1e9, BURST), Lock()
         self._posting, self._looking = BoundedSemaphore(WAITERS), BoundedSemaphore(WAITERS)
+        self._body = Lock()  # one body is in memory at a time: parsed, the largest one has ten times its size
 
     def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
         try:
@@ -95,12 +97,31 @@ class App:
         caller = self._caller(environ)
         if route.method == "GET":
             return route.status, self._look(route, caller, name, environ.get("QUERY_STRING", ""))
-        body = environ["wsgi.input"].read()  # waitress let no larger one than MAX_BODY pass
+        if not self._body.acquire(timeout=BODY_S):
+            raise Bad(503, f"the bodies of others take too long: timeout_s={BODY_S}; try again")
+        refused: tuple[int, str] | None = None
+        try:
+            message = self._taken(caller, route, environ["wsgi.input"])
+        except Bad as error:  # it keeps the body in memory, through the frames that it left
+            refused = error.status, str(error)
+        finally:
+            self._body.release()
+        if refused is not None:
+            raise Bad(*refused)
+        answer = self._begun(message)
         if route.takes is LMCachePrefetch:
-            return route.status, self._lmcache(caller, parsed(LMCachePrefetch, body))
-        envelope: Envelope = parsed(Envelope, body)
-        message = self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
-        return route.status, self._begun(message).model_dump()
+            return route.status, LMCacheBegun(
+                request_id=answer.message_id, chunks=answer.actions[0].blocks.asked
+            ).model_dump()
+        return route.status, answer.model_dump()
+
+    def _taken(self, caller: Caller, route: Route, body: BinaryIO) -> Message:
+        """Announce what a body says; nothing of it stays in memory."""
+        data = body.read()  # waitress let no larger one than MAX_BODY pass
+        if route.takes is LMCachePrefetch:
+            return self._announce(caller, _enveloped(parsed(LMCachePrefetch, data)))
+        envelope: Envelope = parsed(Envelope, data)
+        return self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
 
     def _caller(self, environ: Environ) -> Caller:
         if (caller := environ[CALLER]) is not None:
@@ -120,7 +141,7 @@ class App:
             raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
         wanted = [payload(each) if _ours(each) else None for each in envelope.actions]
         answers = [_first(each) for each in envelope.actions]
-        message, errors = self._messages.add(caller, envelope.message_id, answers), list[Bad]()
+        message, errors = self._messages.add(caller, envelope.message_id, answers), list[tuple[int, str]]()
         engines: dict[tuple[Any, ...], Engine] = {}  # most actions of a message are for one
         for number, prompt in enumerate(wanted):
             if prompt is not None:
@@ -130,11 +151,11 @@ class App:
                         engines[where] = self._link.engine(_query(caller, prompt))
                     self._announce_one(message, number, caller, prompt, engines[where])
                 except Bad as error:
-                    errors.append(error)
+                    errors.append((error.status, str(error)))  # it would keep this frame, and the body, in memory
                     message.tell(number, outcome="rejected", reason=str(error))
         if errors and len(errors) == sum(each is not None for each in wanted):
             self._messages.forget(message)
-            raise errors[0]
+            raise Bad(*errors[0])
         return message
 
     def _announce_one(self, message: Message, action: int, caller: Caller, prompt: Prefetch, engine: Engine) -> None:
@@ -200,13 +221,6 @@ class App:
         finally:
             places.release()
 
-    def _lmcache(self, caller: Caller, body: LMCachePrefetch) -> dict[str, Any]:
-        prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
-        action = Action(action_id="1", action_type=ACTION, action_version=ACTION_VERSION, payload=prompt)
-        envelope = Envelope(protocol_version=ENVELOPE_VERSION, message_id=uuid.uuid4().hex, actions=[action])
-        answer = self._begun(self._announce(caller, envelope))
-        return LMCacheBegun(request_id=answer.message_id, chunks=answer.actions[0].blocks.asked).model_dump()
-
 
 def _found(method: str, path: str) -> tuple[Route, str]:
     """Return the route of a request, and the name at the end of its path. Raises Bad."""
@@ -218,6 +232,12 @@ def _found(method: str, path: str) -> tuple[Route, str]:
     if fits:
         raise Bad(405, f"this path takes another method: method={method!r:.20} path={path!r:.80}")
     raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
+
+
+def _enveloped(body: LMCachePrefetch) -> Envelope:
+    prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
+    action = Action(action_id="1", action_type=ACTION, action_version=ACTION_VERSION, payload=prompt)
+    return Envelope(protocol_version=ENVELOPE_VERSION, message_id=uuid.uuid4().hex, actions=[action])
 
 
 def _ours(action: Action) -> bool:

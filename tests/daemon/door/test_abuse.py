@@ -25,14 +25,14 @@ from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.door import app as app_module
 from kvprefetch.daemon.door.__main__ import CONNECTIONS, SLOW_S
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
-from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Prefetch
+from kvprefetch.daemon.door.envelope import MAX_ACTIONS, MAX_TOKENS, Answered, Prefetch
 from kvprefetch.daemon.door.messages import Messages
 from kvprefetch.shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Outcome
 from tests.daemon.door.test_door import announce, message, token_file
 from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
 from tests.lab.passes import percentile
-from tests.lab.process import free_ports
+from tests.lab.process import descendants, free_ports
 from tests.support.fake_engine import FakeEngine
 from tests.support.package import ROOT
 from tests.support.waiting import eventually
@@ -75,6 +75,41 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> 
     assert " 413 " in head.splitlines()[0]
     wrong = f"Request Entity Too Large: exceeds max_body of {MAX_BODY}: bytes={100 << 20}"
     assert json.loads(body) == {"error": wrong}
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "status"),
+    [
+        pytest.param("[0]", 1_800_000, 400, id="lists"),
+        pytest.param('{"a":0}', 900_000, 400, id="objects"),
+        pytest.param("1", 3_600_000, 400, id="numbers"),
+        pytest.param('"%05x"', 1_800_000, 404, id="strings"),
+        pytest.param("%d", MAX_TOKENS, 404, id="tokens"),
+    ],
+)
+def test_bodies_of_any_kind_take_a_bounded_memory(serve: Serve, unit: str, count: int, status: int) -> None:
+    """Five at a time, each within the bound of one. Parsed, some have thirty times their size."""
+    daemon = serve()
+    assert Door(daemon.socket).ask("GET", "/v1/kv_hints/none")[0] == 404
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(daemon.pid)}
+    [process] = [pid for pid, command in commands.items() if b"kvprefetch.daemon.door" in command]
+    values = ",".join(unit % number for number in range(count)) if "%" in unit else ",".join([unit] * count)
+    prompt = {"token_ids": None} if unit == "%d" else {"unread": None, "session_id": "s"}
+    body = json.dumps(message("m", prompt)).replace("null", f"[{values}]").encode()
+    assert len(body) < MAX_BODY
+    head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    def post(_: int) -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(60)
+            sock.connect(str(hints_socket(daemon.socket)))
+            sock.sendall(head.encode() + body)
+            return int(b"".join(iter(lambda: sock.recv(4096), b"")).split()[1])
+
+    with ThreadPoolExecutor(5) as pool:
+        assert set(pool.map(post, range(5))) == {status}
+    most = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert int(most.split()[1]) < 256 << 10, most
 
 
 def test_a_caller_that_still_sends_gets_the_answer_to_too_large_a_message(serve: Serve) -> None:
