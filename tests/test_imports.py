@@ -22,7 +22,17 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "connector": ({"kv", "shmring"}, {"vllm", "torch", "numpy", "pydantic"}),
     "daemon": (
         {"kv", "shmring"},
-        {"mooncake", "structlog", "prometheus_client", "rich", "numpy", "opentelemetry", "pydantic", "tomli"}
+        {
+            "mooncake",
+            "structlog",
+            "prometheus_client",
+            "rich",
+            "numpy",
+            "opentelemetry",
+            "pydantic",
+            "pydantic_core",
+            "tomli",
+        }
         | {"click", "posix_ipc", "waitress", "xxhash"},
     ),
     "client": ({"daemon", "shmring"}, {"pydantic"}),
