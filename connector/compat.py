@@ -65,8 +65,8 @@ USED: Mapping[str, str] = {
     " multimodal_config override_generation_config quantization quantization_config revision trust_remote_code"
     " try_get_generation_config()",
     "vllm.config.ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend"
-    " enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size rank"
-    " tensor_parallel_size world_size",
+    " enable_eplb enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size"
+    " rank tensor_parallel_size world_size",
     "vllm.config.SchedulerConfig": "max_num_seqs",
     "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config num_speculative_tokens"
     " use_eagle_block_drop()",
@@ -91,8 +91,9 @@ USED: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_draft_model() get_model()",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model()",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_draft_model() get_model() reload_weights()",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model() reload_weights()",
+    "vllm.v1.worker.gpu_worker.Worker": "reload_weights() update_weights(info)",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner",
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
     " num_preemptions num_prompt_tokens num_tokens priority prompt_embeds prompt_is_token_ids request_id"

@@ -83,7 +83,7 @@ class ConnectorConfig(BaseModel):
         default=None,
         min_length=1,
         max_length=4096,
-        description="a file whose text names the weights after a reset: engines with one name share their KV",
+        description="a file whose text names the weights in the log after a reset; it is in no key",
     )
 
 

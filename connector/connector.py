@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import built, compat, fingerprint, geometry, groups, hellos, namespace, refusals, register
+from . import built, compat, fingerprint, geometry, groups, hellos, namespace, refusals, register, updates
 from . import config as configuration
 from . import copies as copying
 from .guards import FAILED, guarded
@@ -200,6 +200,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             running = len(side.running)
             if (
                 side.quiet_steps
+                and running
                 and len(scheduler_output.num_scheduled_tokens) == running
                 and scheduler_output.total_num_scheduled_tokens == running
             ):
@@ -208,7 +209,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 return side.quiet
         except Exception:
             log.exception(FAILED, "build_connector_meta")
-        meta = side.take_loads()
+        meta = side.take_loads(scheduler_output)
         try:
             side.plan_step(scheduler_output, meta)
         except Exception:
@@ -302,6 +303,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
         link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user, start=wait)
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
+        self.worker_side.updates = updates.of_worker(self.worker, eplb=self._vllm_config.parallel_config.enable_eplb)
+        self.worker_side.rank = hellos.rank_of(self._vllm_config, self._tp_rank)
         self.link = link
         link.start()
 

@@ -84,8 +84,13 @@ def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hel
 
 
 def of_worker(vllm_config: VllmConfig, start: Start, geometry: Geometry, tp_rank: int, info: WorkerInfo) -> Hello:
-    rank = pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank
+    rank = rank_of(vllm_config, tp_rank)
     return Hello(**_common(start, geometry), role="worker", rank=rank, worker=info)
+
+
+def rank_of(vllm_config: VllmConfig, tp_rank: int) -> int:
+    """This process's rank in its engine."""
+    return int(pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank)
 
 
 def _common(start: Start, geometry: Geometry) -> dict[str, Any]:

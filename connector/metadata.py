@@ -43,6 +43,29 @@ class SaveOrder:
     slots: list[int]
 
 
+class OfReset(NamedTuple):
+    """The weights that a step is for: those since reset `number`.
+
+    `agreed`: its loads and saves are of the weights whose digest the ranks reported for this reset.  `computes`: the
+    step computes KV.
+    """
+
+    number: int = 0
+    agreed: bool = False
+    computes: bool = False
+
+
+class RankWeights(NamedTuple):
+    """A rank's weights in the first step of reset `number`. Without `digest`: they have changed since that step.
+
+    `before`: the digest before, if anything updated the weights between the two.
+    """
+
+    number: int
+    digest: bytes = b""
+    before: bytes = b""
+
+
 @dataclass
 class KVPrefetchMetadata(KVConnectorMetadata):
     """One step's work. `live_epochs`: the epochs that load orders of this step or a later one may name."""
@@ -50,16 +73,21 @@ class KVPrefetchMetadata(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     live_epochs: tuple[int, ...] = ()
+    weights: OfReset = field(default_factory=OfReset)
 
 
 @dataclass
 class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
-    """The number of ranks that finished each load and save; the loads and saves that failed on some rank."""
+    """The number of ranks that finished each load and save; the loads and saves that failed on some rank.
+
+    `weights`: of ranks that have something to say of theirs.
+    """
 
     loads: dict[int, int] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     failed_saves: set[int] = field(default_factory=set)
     failed_loads: set[int] = field(default_factory=set)
+    weights: dict[int, RankWeights] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVPrefetchWorkerMeta:
         """The sum over two ranks; neither argument is changed."""
@@ -69,4 +97,5 @@ class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
             dict(Counter(self.saves) + Counter(other.saves)),
             self.failed_saves | other.failed_saves,
             self.failed_loads | other.failed_loads,
+            self.weights | other.weights,
         )

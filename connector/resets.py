@@ -1,77 +1,114 @@
-"""Resets of one engine: after each, its keys name other weights, so that no KV of older weights is ever found again."""
+"""The weights that an engine's keys name: after a reset, and after an update in place, by a digest of what they are.
+
+At a reset the weights get an id that no others ever have, and the daemon hears it at once: nothing older is found or
+stored any more.  Nothing else goes on before every rank has reported its digest (updates.py); then the daemon hears the
+id that they have together, which engines with equal weights share.  Until then `generation` is ahead of what the daemon
+was told, so that the hot paths need one comparison for both.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import uuid
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from .link import Link
+from .metadata import OfReset, RankWeights
 from .session import SchedulerSession
+from .weights import combined
 
-MAX_NAME_BYTES = 4096
+MAX_LABEL_BYTES = 4096
 
 log = logging.getLogger("vllm.kvprefetch")
 
 
 class Weights(NamedTuple):
-    """The weights since reset number `generation`. `id`: 32 hex digits of the engine's keys, "" since its start."""
+    """What the daemon is told: the weights since `generation`. `id`: 32 hex digits of the keys, "" since the start."""
 
     generation: int = 0
     id: str = ""
 
 
-class Resets:
-    """`current` is replaced as a whole: the link's thread reads it for a hello.  `generation` is its number.
+class News(Enum):
+    """What ranks' reports mean. OTHERS: the weights were updated before anything was computed since the start.
 
-    `weights_file`: its text names the weights, if the text has changed by the time of a reset.  Engines with the same
-    name and checkpoint share what they store.  Without a name the KV is the engine's own until its next reset or start.
+    CHANGED: they have changed since the first step of the last reset, or of the start.
     """
 
-    def __init__(self, link: Link[SchedulerSession], weights_file: str | None = None) -> None:
-        self.current, self.generation = Weights(), 0
-        self._link, self._file = link, Path(weights_file) if weights_file else None
-        self._name = self._read()
+    NOTHING = "nothing"
+    OTHERS = "others"
+    CHANGED = "changed"
+
+
+class Resets:
+    """`current` is replaced as a whole: the link's thread reads it for a hello.
+
+    `generation`: the one that the daemon must have confirmed before anything is hinted, loaded or saved.  `step`: what
+    the workers are to know.  `label_file`: its text names the weights in the log, for people, and nowhere else.
+    """
+
+    def __init__(self, link: Link[SchedulerSession], world_size: int = 1, label_file: str | None = None) -> None:
+        self.current, self.generation, self.step = Weights(), 0, OfReset()
+        self._link, self._file, self._world_size = link, Path(label_file) if label_file else None, world_size
+        self._of_ranks = dict[int, RankWeights]()
+        self._unproven = set[str]()  # ids that an update left as they were
         self._sent: tuple[int, Weights] | None = None
 
     def begin(self) -> None:
-        """The weights are others from now on."""
-        before, self._name = self._name, self._read()
-        named = self._name if self._name != before else b""
-        ident = hashlib.blake2b(named, digest_size=16).hexdigest() if named else uuid.uuid4().hex
-        self.generation += 1
-        self.current = Weights(self.generation, ident)
-        log.info(
-            "kvprefetch: reset %d: later KV has the weights %s, %s",
-            self.generation,
-            ident,
-            f"named {named.decode(errors='replace')!r}" if named else "which no other engine has",
-        )
+        """The weights may be others from now on, or will be before the next step."""
+        self.current = Weights(self.generation + 1, uuid.uuid4().hex)
+        self.generation += 2
+        self.step = OfReset(self.step.number + 1)
+        self._of_ranks.clear()
+
+    def hear(self, reports: Mapping[int, RankWeights]) -> News:
+        """Return what the reports of a step mean for what this engine computed before it."""
+        mine = [each for each in reports.values() if each.number == self.step.number]
+        if any(not each.digest for each in mine):
+            log.warning(
+                "kvprefetch: the weights were updated without a reset behind it or right before it. This engine stores "
+                "no KV that it computed before, but vLLM goes on with it: reset at each update"
+            )
+            return News.CHANGED
+        if not mine or self.generation:
+            return News.NOTHING
+        self.generation = 1
+        return News.OTHERS
+
+    def agree(self, reports: Mapping[int, RankWeights]) -> None:
+        """Note the ranks' digests. With that of the last rank the weights have their id."""
+        self._of_ranks.update({rank: each for rank, each in reports.items() if each.number == self.step.number})
+        if self.step.agreed or len(self._of_ranks) < self._world_size:
+            return
+        ranks = [each for _, each in sorted(self._of_ranks.items())]
+        ident, what = combined([each.digest for each in ranks]), "which engines with equal weights share"
+        if any(each.before for each in ranks) and combined([each.before or each.digest for each in ranks]) == ident:
+            self._unproven.add(ident)
+        if ident in self._unproven:
+            ident = uuid.uuid4().hex
+            what = "which no other engine has: an update left all values that are compared as they were"
+        self.current, self.step = Weights(self.generation, ident), self.step._replace(agreed=True)
+        log.info("kvprefetch: reset %d: later KV has the weights %s%s, %s", self.generation, ident, self._label(), what)
 
     def tell(self, session: SchedulerSession | None) -> None:
-        """Send the last reset to the daemon, once in a session, without waiting for the answer."""
-        if session is None or self._sent == (session.epoch, self.current):
+        """Send the current weights to the daemon, once in a session, without waiting for the answer."""
+        if session is None or not self.current.generation or self._sent == (session.epoch, self.current):
             return
         if self._link.send_reset(*self.current):
             self._sent = session.epoch, self.current
 
-    def _read(self) -> bytes:
-        """Return the file's text; nothing where there is none yet, it cannot be read, or is too long for a name."""
+    def _label(self) -> str:
+        """Return the file's text for the log."""
         if self._file is None:
-            return b""
+            return ""
         try:
             with self._file.open("rb") as file:
-                name = file.read(MAX_NAME_BYTES + 1).strip()
+                return f" ({file.read(MAX_LABEL_BYTES).strip().decode(errors='replace')!r})"
         except FileNotFoundError:
-            return b""
+            return ""
         except OSError as error:
             log.warning("kvprefetch: weights_file cannot be read: %s: weights_file=%s", error.strerror, self._file)
-            return b""
-        if len(name) > MAX_NAME_BYTES:
-            log.warning(
-                "kvprefetch: weights_file is too long: weights_file=%s max_bytes=%d", self._file, MAX_NAME_BYTES
-            )
-            return b""
-        return name
+            return ""

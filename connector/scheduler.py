@@ -8,12 +8,12 @@ Rules that keep the engine's contract:
   vLLM waits for: it names the blocks in a later pass.
 * A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
 * A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
-* After a reset that the daemon does not know of yet, nothing is hinted, loaded or saved.
+* After a reset nothing is hinted, loaded or saved before the weights have an id that the daemon knows (resets.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
@@ -27,11 +27,11 @@ from .guards import detaching
 from .hints import Handle
 from .link import Link
 from .loads import Loads, not_given
-from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from .policy import WaitPolicy
 from .request_hints import NO_HINTS
 from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
-from .resets import Resets
+from .resets import News, Resets
 from .saves import LocalCache, Saves
 from .session import SchedulerSession
 from .stats import Tally
@@ -60,7 +60,7 @@ class SchedulerSide:
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # requests that hold a place
         self._unfilled: set[str] = set()  # requests that may have blocks which a failed load left unfilled
-        self.resets = Resets(link, config.weights_file)
+        self.resets = Resets(link, geometry.world_size, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
         self.answered: set[str] = set()
@@ -215,9 +215,10 @@ class SchedulerSide:
             or self._waits.open
         )
 
-    def take_loads(self) -> KVPrefetchMetadata:
+    def take_loads(self, output: Any) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
-        return KVPrefetchMetadata(loads=self.loads.take_orders(), live_epochs=self.live_epochs())
+        weights = self.resets.step._replace(computes=bool(output.num_scheduled_tokens))
+        return KVPrefetchMetadata(self.loads.take_orders(), live_epochs=self.live_epochs(), weights=weights)
 
     def live_epochs(self) -> tuple[int, ...]:
         """The epochs that load orders name, or may name from now on.
@@ -277,6 +278,8 @@ class SchedulerSide:
                     self._unfilled.add(state.request.request_id)
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
+        if worker_meta.weights:
+            self._weights_reported(worker_meta.weights)
         if worker_meta.saves:
             self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
         try:
@@ -342,21 +345,38 @@ class SchedulerSide:
             self.claims.finish(state, Outcome.LOST)
 
     def reset(self) -> bool:
-        """The weights changed: nothing older is served or stored any more.
-
-        True at once, because no later key can name older KV.  Until the daemon knows of the reset, this engine neither
-        hints, loads nor saves.
-        """
+        """The weights changed, or will. True at once: no later key can name older KV."""
         self.resets.begin()
-        self._usable_session()
-        self._give_up_handles()
-        self.answered.clear()
+        self._void()
         # A running request goes on filling the engine's own prefix cache on top of its old KV.
         old = [state.reset() for state in self.requests.values()]
         self._stale_local = any(old) or self.cache.blocks() > 0
-        self.saves.reset(self.resets.generation)
-        self.resets.tell(self._session)
         return True
+
+    def _void(self) -> None:
+        """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
+        self._usable_session()
+        self._give_up_handles()
+        self.answered.clear()
+        self.saves.reset(self.resets.generation)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.resets.tell(self._session)
+        self._renew_quiet()
+
+    def _renew_quiet(self) -> None:
+        epochs = () if self._session is None else (self._session.epoch,)
+        self.quiet = KVPrefetchMetadata(live_epochs=epochs, weights=self.resets.step._replace(computes=True))
+
+    def _weights_reported(self, reports: Mapping[int, RankWeights]) -> None:
+        news = self.resets.hear(reports)
+        if news is News.CHANGED:
+            self.reset()
+        elif news is News.OTHERS:
+            self._void()
+        self.resets.agree(reports)
+        self._tell()
 
     def _usable_session(self) -> SchedulerSession | None:
         """The link's session, unless its daemon does not know of the last reset."""
@@ -377,7 +397,7 @@ class SchedulerSide:
     def adopt(self, session: SchedulerSession | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
         self._session = session
-        self.quiet = KVPrefetchMetadata(live_epochs=() if session is None else (session.epoch,))
+        self._renew_quiet()
         for state in self.requests.values():
             state.drop()
         self.answered.clear()

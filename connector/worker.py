@@ -17,6 +17,7 @@ from .namespace import RankKeys
 from .paged import PagedCache
 from .session import WorkerSession
 from .stats import Tally
+from .updates import Updates
 
 log = logging.getLogger("vllm.kvprefetch.worker")
 
@@ -35,7 +36,7 @@ class _Batch:
 
 
 class WorkerSide:
-    """One rank. vLLM calls it on the worker's main thread only."""
+    """One rank. vLLM calls it on the worker's main thread only. `updates`: of its weights."""
 
     def __init__(
         self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
@@ -48,9 +49,11 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._report = KVPrefetchWorkerMeta()
         self.counters = Tally()
+        self.updates, self.rank = Updates(), 0
 
     def step_begins(self, meta: KVPrefetchMetadata) -> None:
         """Nothing of this step is queued on the compute stream yet."""
+        self.updates.step_begins(meta.weights, loads=bool(meta.loads))
         if any(order.asynchronous for order in meta.loads):
             self.copies.mark()
 
@@ -60,9 +63,9 @@ class WorkerSide:
         orders, meta.loads = meta.loads, []  # the metadata may be shown again in the same step
         for asynchronous in (False, True):
             if chosen := [order for order in orders if order.asynchronous is asynchronous]:
-                self._load(chosen, asynchronous)
+                self._load(chosen, asynchronous, hold=self.updates.hold(meta.weights))
 
-    def _load(self, orders: list[LoadOrder], asynchronous: bool) -> None:
+    def _load(self, orders: list[LoadOrder], asynchronous: bool, *, hold: bool) -> None:
         batch = _Batch(KVPrefetchWorkerMeta(loads=dict.fromkeys([order.load_id for order in orders], 1)))
         if asynchronous:
             batch.received = [order.request_id for order in orders]
@@ -72,6 +75,8 @@ class WorkerSide:
             try:
                 if (session := self.link.mapped(order.epoch)) is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
+                if not hold:
+                    raise LookupError("the weights have changed since")
                 if not order.slots:
                     raise ValueError("the engine's blocks are not those that the groups' rules name")
                 batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
@@ -110,11 +115,11 @@ class WorkerSide:
         if not orders:
             return
         batch = _Batch(KVPrefetchWorkerMeta(saves=dict.fromkeys([order.save_id for order in orders], 1)))
-        begun = time.perf_counter_ns()
+        begun, hold = time.perf_counter_ns(), self.updates.hold(meta.weights)
         for order in orders:
             try:
                 session = self.link.mapped(order.epoch)
-                if session is None:
+                if session is None or not hold:
                     batch.report.failed_saves.add(order.save_id)
                     continue
                 mine = [i for i, slot in enumerate(order.slots) if self.keys.saves(slot)]
@@ -152,10 +157,12 @@ class WorkerSide:
         return failed
 
     def report(self) -> KVPrefetchWorkerMeta | None:
-        """Loads and saves that ended since the last call."""
+        """Loads and saves that ended since the last call, and what is new of the weights."""
         self._collect()
         report, self._report = self._report, KVPrefetchWorkerMeta()
-        return report if report.loads or report.saves else None
+        if self.updates.report is not None:
+            report.weights[self.rank], self.updates.report = self.updates.report, None
+        return report if report.loads or report.saves or report.weights else None
 
     def _collect(self) -> None:
         """Asynchronous loads run beside the rest, so batches may end in any order."""

@@ -14,7 +14,7 @@ import pytest
 from kvprefetch.connector import config as configuration
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.geometry import Geometry
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
@@ -381,6 +381,17 @@ class Engine:
                 KVPrefetchWorkerMeta(dict.fromkeys(loads, 1), dict.fromkeys(saves, 1), set(failed), set(failed_loads)),
                 failed_blocks=bool(failed_loads),
             )
+
+    def reset(self, digest: bytes = b"weights") -> None:
+        """A reset of the cache, and what all ranks say in their first step after it."""
+        assert self.side.reset()
+        self.report(*[digest] * self.ranks)
+
+    def report(self, *digests: bytes, before: bytes = b"", first_rank: int = 0) -> None:
+        """Ranks have these digests of their weights; b"" of one that was updated since its last digest."""
+        number = self.side.resets.step.number
+        of_ranks = {rank: RankWeights(number, each, before) for rank, each in enumerate(digests, first_rank)}
+        self.side.outputs(KVPrefetchWorkerMeta(weights=of_ranks))
 
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1

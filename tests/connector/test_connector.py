@@ -22,7 +22,7 @@ from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
 from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
-from kvprefetch.connector.metadata import KVPrefetchMetadata  # noqa: E402
+from kvprefetch.connector.metadata import KVPrefetchMetadata, OfReset  # noqa: E402
 from kvprefetch.kv.hashing import BlockHasher  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
 
@@ -59,7 +59,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "world_size": 1, "rank": 0,
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "nnodes": 1,
         "nnodes_within_dp": 1, "distributed_executor_backend": "mp", "enable_fault_tolerance": False,
-        **changes.pop("parallel", {}),
+        "enable_eplb": False,         **changes.pop("parallel", {}),
     }  # fmt: skip
     model = {
         "is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, "dtype": torch.float32,
@@ -262,15 +262,15 @@ def test_mode_off_does_nothing(tmp_path: Path) -> None:
 
 def test_without_a_daemon_every_call_answers_nothing(tmp_path: Path) -> None:
     """In vLLM's order; has_pending_push_work must not keep an idle engine stepping."""
-    from .fakes import Blocks, Request
+    from .fakes import Blocks, Request, scheduled_output
 
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
     request = Request("r", 100)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.update_state_after_alloc(request, Blocks([]), 0)
-    output = SimpleNamespace(num_scheduled_tokens={"r": 100}, kv_connector_block_state=None)
-    assert connector.build_connector_meta(output) == KVPrefetchMetadata()
+    meta = connector.build_connector_meta(scheduled_output([(request, 100)]))
+    assert meta == KVPrefetchMetadata(weights=OfReset(computes=True))
     assert not connector.has_pending_push_work()
     assert connector.reset_cache() is True
     assert connector.link is not None
@@ -287,7 +287,7 @@ def test_an_error_inside_is_logged_and_answers_nothing(
 ) -> None:
     """But not in update_state_after_alloc: there the engine counts on the blocks being filled."""
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
-    monkeypatch.setattr(connector, "scheduler_side", SimpleNamespace(take_loads=KVPrefetchMetadata))
+    monkeypatch.setattr(connector, "scheduler_side", SimpleNamespace(take_loads=lambda _: KVPrefetchMetadata()))
     with caplog.at_level(logging.ERROR, "vllm.kvprefetch"):
         connector.on_new_request(SimpleNamespace())
         assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)

@@ -11,7 +11,7 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState
 
-from .fakes import BLOCK, Blocks, Engine, Request
+from .fakes import BLOCK, Blocks, Engine, Request, scheduled_output
 from .test_worker import EPOCH, make
 
 # A window of two blocks beside full attention.
@@ -40,7 +40,7 @@ def allocated(
     engine: Engine, request: Request, tokens: int, tables: Sequence[list[int]] = (WINDOWS, FULL)
 ) -> LoadOrder:
     engine.side.allocated(request, Blocks(*tables), tokens)
-    (order,) = engine.side.take_loads().loads
+    (order,) = engine.side.take_loads(scheduled_output([])).loads
     return order
 
 

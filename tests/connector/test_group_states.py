@@ -137,7 +137,7 @@ def test_the_saved_states_are_those_that_vllms_own_connector_takes(
         offers = manager.take_boundary_state_offloads()
         taken = theirs(real, offers, of_states, tokens)
         wanted |= {request.block_hashes[end // BLOCK - 1] + bytes([group]): block for group, block, end in taken}
-        meta = engine.side.take_loads()
+        meta = engine.side.take_loads(scheduled_output([]))
         table = {real.request_id: manager.get_block_ids(real.request_id)}
         engine.side.plan_step(scheduled_output([(request, size)], table, offers), meta)
         real.num_computed_tokens += size

@@ -117,7 +117,7 @@ def test_what_cannot_be_trusted_is_not_left(why: str) -> None:
         engine.preempt(request)
     finish(engine, request, 4)
     if why == "reset":
-        engine.side.reset()
+        engine.reset()
     if why == "failed load":  # reported with the outputs of a step that was in flight when the request ended
         engine.acknowledge(first, failed_loads=[first.loads[0].load_id])
     engine.daemon.credits.grant(list(range(30, 40)))
@@ -128,7 +128,7 @@ def test_nothing_is_left_where_the_engines_cache_holds_old_weights() -> None:
     """The same block may be cached again by a request that computed it on them."""
     engine = Engine()
     engine.cache.count = 1
-    engine.side.reset()
+    engine.reset()
     request = run_short(engine, "r", 3)
     finish(engine, request, 3)
     engine.daemon.credits.grant(list(range(30, 40)))

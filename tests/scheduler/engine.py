@@ -175,10 +175,14 @@ class Engine:
                 if name not in held
             )
         done = self.scheduler.reset_prefix_cache(running, reset_connector=connector)  # ours is always done
-        if connector and self.site is not None:
-            self.weights[self.side.resets.current.id] = self.workers.weights
+        self._name_weights()
         self.counts["forgets"] += done
         self._stale = self._stale and not done
+
+    def _name_weights(self) -> None:
+        """Note what the keys call the weights now: the scheduler side has not taken other ones into its keys yet."""
+        if self.site is not None:
+            self.weights.setdefault(self.side.resets.current.id, self.workers.weights)
 
     def new_weights(self, *, running: bool) -> None:
         """As a trainer does it: execute all queued steps, change the weights, reset the caches."""
@@ -250,7 +254,9 @@ class Engine:
             self.oracle.reported(report.kv_connector_output)
         while self._late_aborts:
             self.abort(self._late_aborts.pop())
-        for result in self.scheduler.update_from_output(output, report).values():
+        results = self.scheduler.update_from_output(output, report)
+        self._name_weights()
+        for result in results.values():
             for one in result.outputs:
                 sent = self.requests[one.request_id]
                 sent.received += one.new_token_ids
