@@ -159,7 +159,7 @@ def frame(status: Status, rates: overview.Rates, view: View = View()) -> Rendera
     shown = tuple(f"{row[0]}: " for row in rows)
     parts += [Text(line, style="dim") for line in overview.others(status)]
     parts += [Text(line, style="dim") for line in names if line.startswith(shown)]
-    parts += [Text(line, style="red") for line in overview.refused(status)]
+    parts += [Text(line, style="red") for line in (*overview.waiting(status), *overview.refused(status))]
     if slowest := [row for row in overview.slowest(status) if view.only.lower() in " ".join(row).lower()]:
         columns = ["waited", "outcome", "cause", "fetched", "ended", "engine", "request"]
         table = _table(columns, slowest, {"engine": 1, "request": 2}, "left")

@@ -28,6 +28,7 @@ class Shared(Services):
         super().__post_init__()
         self.mode: Mode = self.config.mode
         self.refusals = Refusals()
+        self.waiting: list[dict[str, int | str]] = []  # engines that said hello and are not attached (control/group.py)
         self.master_http = ""  # host:port of the embedded store's master
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from ...shmring.wire.attach import Attached, Hello, Mapped
@@ -13,7 +14,20 @@ from ..engine.epoch import Epoch
 from ..engine.memory import EngineInfo, groups_of
 from .access import Credentials
 
-INCOMPLETE_NS = 30_000_000_000  # after the scheduler's hello, which comes once all ranks have said theirs
+INCOMPLETE_NS = 30_000_000_000  # in each stage but the first
+WARM_UP_NS = 600_000_000_000  # of an engine, whose ranks say hello before it and whose scheduler does after it
+NAMED = 8
+
+
+class Stage(Enum):
+    """What an engine waits for between its first hello and its attachment."""
+
+    SCHEDULER = "its scheduler, which comes once the engine is warm"
+    RANKS = "missing"  # the ranks that are named
+    MEMORY = "its memory, which the daemon reserves"
+    DESCRIPTORS = "its memory, as processes of the daemon's user leave descriptors unread"
+    MAPPING = "its memory to be mapped"  # by the ranks that are named
+    ATTACHED = ""
 
 
 @dataclass(eq=False)
@@ -57,7 +71,9 @@ class Group:
     number: int = 0  # of its epoch, once it has a place
     epoch: Epoch | None = None
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors in flight
-    overdue_ns: int | None = None  # when to report missing ranks; None: not now, or reported
+    overdue: bool = False  # it was too long in this stage, and that was reported
+    _stage: Stage = Stage.ATTACHED  # as the last tick saw it, since `since_ns`
+    since_ns: int = 0
 
     @property
     def peers(self) -> list[Peer]:
@@ -71,7 +87,7 @@ class Group:
     def complete(self) -> bool:
         return len(self.members) == self.world_size + 1
 
-    def join(self, peer: Peer, hello: Hello, now_ns: int) -> None:
+    def join(self, peer: Peer, hello: Hello) -> None:
         """Add a process. Raises ProtocolError where it differs from the engine's other processes."""
         if hello.world_size != self.world_size or peer.credentials.uid != self.uid:
             raise ProtocolError(
@@ -80,15 +96,41 @@ class Group:
             )
         peer.hello, peer.group = hello, self
         self.members[hello.role, hello.rank] = peer
-        if hello.role == "scheduler":
-            self.overdue_ns = now_ns + INCOMPLETE_NS
 
-    def overdue(self, now_ns: int) -> list[int]:
-        """Return the ranks for which the scheduler has waited too long, once."""
-        if self.complete or self.scheduler is None or self.overdue_ns is None or now_ns < self.overdue_ns:
-            return []
-        self.overdue_ns = None
-        return [rank for rank in range(self.world_size) if ("worker", rank) not in self.members]
+    @property
+    def stage(self) -> Stage:
+        if self.scheduler is None:
+            return Stage.SCHEDULER
+        if not self.complete:
+            return Stage.RANKS
+        if self.epoch is None:
+            return Stage.MEMORY
+        if self.waits_to_be_handed:
+            return Stage.DESCRIPTORS
+        return Stage.ATTACHED if self.mapped() is not None else Stage.MAPPING
+
+    def becomes_overdue(self, now_ns: int) -> bool:
+        """Whether it has just been in one stage for too long."""
+        if (stage := self.stage) is not self._stage:
+            self._stage, self.since_ns, self.overdue = stage, now_ns, False
+        patience_ns = WARM_UP_NS if stage is Stage.SCHEDULER else INCOMPLETE_NS
+        if self.overdue or stage is Stage.ATTACHED or now_ns - self.since_ns < patience_ns:
+            return False
+        self.overdue = True
+        return True
+
+    def late(self) -> str:
+        """Name the ranks that it waits for, the first of them; "" where it waits for something else."""
+        ranks = [self.members.get(("worker", rank)) for rank in range(self.world_size)]
+        if self.epoch is None:
+            late = [rank for rank, peer in enumerate(ranks) if peer is None]
+        else:
+            late = [rank for rank, peer in enumerate(ranks) if peer is not None and peer.mapped is None]
+        return ", ".join([*map(str, late[:NAMED]), *(["…"] if len(late) > NAMED else [])])
+
+    def waits_for(self) -> str:
+        stage, late = self.stage, self.late()
+        return f"{stage.value}: rank {late}" if stage in (Stage.RANKS, Stage.MAPPING) and late else stage.value
 
     def leave(self, peer: Peer) -> None:
         self.members = {place: other for place, other in self.members.items() if other is not peer}

@@ -23,9 +23,7 @@ from ..telemetry.events import Ending
 from .access import NOT_ALLOWED
 from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
-from .group import Group, Peer
-
-_NAMED_RANKS = 8
+from .group import NAMED, Group, Peer, Stage
 
 
 class Handshake:
@@ -40,7 +38,7 @@ class Handshake:
         self._groups: dict[tuple[str, str], Group] = {}
         self._reserving: dict[int, Group] = {}  # by the number of the epoch
 
-    def hello(self, peer: Peer, hello: Hello, now_ns: int) -> None:
+    def hello(self, peer: Peer, hello: Hello) -> None:
         """Add a process to its engine's group. Raises ProtocolError."""
         if peer.hello is not None:
             raise ProtocolError("a second hello on one connection")
@@ -53,7 +51,7 @@ class Handshake:
             self._connections.refuse(peer, f"already attached: role={hello.role} rank={hello.rank}", final=False)
             self._connections.close(peer)
             return
-        group.join(peer, hello, now_ns)
+        group.join(peer, hello)
         pid = peer.credentials.pid
         self._log.info(
             "peer.hello", engine=hello.engine_id, role=hello.role, rank=hello.rank, pid=pid, version=hello.version
@@ -121,12 +119,25 @@ class Handshake:
             self._reserved(self._reserving.pop(reserved.number), reserved.memory)
 
     def tick(self, now_ns: int) -> None:
-        """Hand over memory that waits for descriptors, and report missing ranks."""
+        """Hand over memory that waits for descriptors, and report engines that wait for too long."""
         for group in [group for group in self._groups.values() if group.waits_to_be_handed]:
             self._hand_over(group)
-        for group in self._groups.values():
-            if missing := group.overdue(now_ns):
-                self._report(group, missing)
+        waiting = [group for group in self._groups.values() if group.peers]
+        for group in waiting:
+            if group.becomes_overdue(now_ns):
+                self._report(group)
+        self._shared.waiting = [
+            {
+                "engine": group.key[0],
+                "uid": group.uid,
+                "pid": group.peers[0].credentials.pid,
+                "waits_for": group.waits_for() + self._others(group),
+                "for_s": (now_ns - group.since_ns) // 1_000_000_000,
+                "overdue": int(group.overdue),
+            }
+            for group in waiting
+            if group.stage is not Stage.ATTACHED
+        ]
 
     def end_all(self, ending: Ending) -> None:
         """End all epochs, and send the processes of engines away that have none yet."""
@@ -220,17 +231,32 @@ class Handshake:
                 group.waits_to_be_handed = True
                 self._log.warning("engine.waiting", engine=epoch.engine.engine_id, epoch=epoch.number, error=str(error))
 
-    def _report(self, group: Group, missing: list[int]) -> None:
-        """Report missing ranks to the log and to the engine."""
-        come, ranks = group.world_size - len(missing), group.world_size
-        named = ", ".join([*map(str, missing[:_NAMED_RANKS]), *(["…"] if len(missing) > _NAMED_RANKS else [])])
-        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=named)
-        assert group.scheduler is not None
+    def _report(self, group: Group) -> None:
+        """Say in both logs what an engine waits for."""
+        stage, ranks, others = group.stage, group.world_size, self._others(group)
+        told = group.members[min(group.members)]  # its scheduler, or else its first worker
+        if stage not in (Stage.SCHEDULER, Stage.RANKS):
+            error = f"it waits for {group.waits_for()}{others}"
+            self._log.warning("engine.waiting", engine=group.key[0], error=error)
+            told.send(Notice(text=f"not attached to this daemon for 30 s: {error}. Nothing is loaded or saved before"))
+            return
+        come = sum(role == "worker" for role, _ in group.members)
+        missing = group.late() if stage is Stage.RANKS else "scheduler"
+        extra = {"others": others.removeprefix("; ")} if others else {}
+        self._log.warning("engine.incomplete", engine=group.key[0], come=come, ranks=ranks, missing=missing, **extra)
+        named = f"rank {missing}" if stage is Stage.RANKS else stage.value
         text = (
-            f"{come} of {ranks} ranks have attached to this daemon, missing: rank {named}. Nothing is loaded or "
+            f"{come} of {ranks} ranks have attached to this daemon, missing: {named}{others}. Nothing is loaded or "
             "saved before all have. Look for `kvprefetch` in what those ranks log; all need this node and this socket"
         )
-        group.scheduler.send(Notice(text=text))
+        told.send(Notice(text=text))
+
+    def _others(self, group: Group) -> str:
+        """Name the processes that said hello for the same engine, as of another start; "" where there are none."""
+        groups = [each for each in self._groups.values() if each.key[0] == group.key[0] and each.uid == group.uid]
+        found = [peer for each in groups if each is not group for peer in each.peers]
+        named = ", ".join(f"{peer.hello.role} {peer.credentials.pid}" for peer in found[:NAMED] if peer.hello)
+        return f"; of another start of this engine are here, by pid: {named}" if named else ""
 
     def _refuse_engine(self, group: Group, error: BaseException) -> None:
         for peer in group.peers:

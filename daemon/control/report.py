@@ -18,6 +18,7 @@ from ..telemetry.health import judge
 from ..telemetry.overview import as_status
 from ..telemetry.snapshot import Snapshot
 from .epochs import Shared
+from .refusals import LISTED
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 SLOWEST = 10
@@ -67,6 +68,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),
+        "waiting": [each for each in shared.waiting if uid in (None, each["uid"])][:LISTED],
         "held": snapshot.held[:MAX_ENGINES],
         "calls_ns": shared.pools.running(),
         "causes": _causes(epochs, now_ns),

@@ -161,7 +161,7 @@ class Control:
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
         uid = self._connections.access.scope(peer.credentials)
         if isinstance(message, Hello):
-            self.handshake.hello(peer, message, now_ns)
+            self.handshake.hello(peer, message)
         elif isinstance(message, Mapped):
             self.handshake.mapped(peer, message)
         elif isinstance(message, Reset):

@@ -36,8 +36,8 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
     Ready: engines may count on the daemon now.  Healthy: it may recover by itself; otherwise only a restart helps.
     Other calls may take long in a daemon that works: transfers of a node that trickles, a purge, the reservation of
     much staging, a GPU's.  No request waits for one beyond its deadline, and a restart would make none faster.  A disk
-    that keeps nothing, a log that loses lines, memory that could not be freed, and engines that are refused for what
-    they are, are listed as problems, and the daemon serves on.
+    that keeps nothing, a log that loses lines, memory that could not be freed, engines that wait for long, and engines
+    that are refused for what they are, are listed as problems, and the daemon serves on.
     """
     phase, store_open = str(status.get("phase", "starting")), bool(status.get("store_open"))
     loop_age_s = max(0, now_ns - beat_ns) / 1e9
@@ -73,6 +73,11 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
     problems += filter(None, (str(status.get(f"{name}_fault", "")) for name in ("disk", "log")))
     if others := [each for each in refused if not each.get("ours")]:
         problems.append(_refused(others))
+    problems += [
+        printable(f"an engine is not attached: engine {each['engine']} waits for {each['waits_for']}")
+        for each in status.get("waiting", ())
+        if each.get("overdue")
+    ][:1]
     if held := status.get("held", ()):
         size = sum(int(each["bytes"]) for each in held)
         problems.append(

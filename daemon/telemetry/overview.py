@@ -175,6 +175,16 @@ def refused(status: Status) -> list[str]:
     return lines
 
 
+def waiting(status: Status) -> list[str]:
+    """Return a line for each engine that said hello and is not attached."""
+    lines = []
+    for each in status.waiting:
+        who = f"engine {each.get('engine', '?')}, pid {each.get('pid', '?')}, user {_user(count(each, 'uid'))}"
+        since = duration(count(each, "for_s"))
+        lines.append(printable(f"not attached: {who}, for {since}, waits for: {each.get('waits_for', '?')}"))
+    return lines
+
+
 def held(status: Status) -> list[str]:
     """Return a line for each memory of an engine that left, which the store did not let go of."""
     return [
@@ -234,7 +244,7 @@ def describe(status: Status, rates: Rates | None = None) -> list[str]:
         lines.append("no engine is attached")
     lines += others(status)
     lines += names(status)
-    lines += refused(status)
+    lines += [*waiting(status), *refused(status)]
     lines += held(status)
     if status.slowest:
         lines += ["", "waited longest lately:", *aligned(slowest(status))]

@@ -45,7 +45,12 @@ def page(picture: Picture) -> bytes:
     status = overview.as_status(picture.status, health)
     word = "ready" if health.ready else "not ready" if health.healthy else "hangs: only a restart helps"
     up = overview.duration(status.uptime_s)
-    described = (*overview.others(status), *overview.names(status), *overview.refused(status))
+    described = (
+        *overview.others(status),
+        *overview.names(status),
+        *overview.waiting(status),
+        *overview.refused(status),
+    )
     endings = [[outcome, f"{count:.0f}"] for outcome, count in status.outcomes.items() if count]
     parts = [
         _tag("h1", f"kvprefetchd {__version__}"),

@@ -63,6 +63,7 @@ class Status(Packet):
     engines: list[dict[str, int | str]]
     engine_count: int = 0
     refused: list[dict[str, int | str]] = Field(default_factory=list)  # engines and processes that try in vain
+    waiting: list[dict[str, int | str]] = Field(default_factory=list)  # engines that said hello and are not attached
     # Memory of engines that left, which the store did not let go of: epoch, bytes, tries, error.
     held: list[dict[str, int | str]] = Field(default_factory=list)
     uptime_s: float = 0.0

@@ -68,7 +68,7 @@ class Served:
     def __init__(self, path: Path, epochs: RefusedEpochs, **settings: Any) -> None:
         config = DaemonConfig.model_validate({"socket": str(path), "max_engines": 1, **settings})
         log = structlog.get_logger()
-        shared = SimpleNamespace(config=config, log=log, refusals=Refusals())
+        self.shared = shared = SimpleNamespace(config=config, log=log, refusals=Refusals(), waiting=[])
         self.path, self.epoll, self.epochs, self.now_ns = path, select.epoll(), epochs, 0
         self.control = Control(listen(config), shared, epochs, self.epoll)  # type: ignore[arg-type]
 
