@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, package in (("store", "mooncake"), ("vllm", "vllm"), ("e2e", "vllm")):
         if item.get_closest_marker(marker) and find_spec(package) is None:
             pytest.skip(f"{package} is not installed (make setup)")
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_is_contained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Faults that an epoch in this process contains fail the test, as those of a daemon do (tests/lab/daemon.py)."""
+    calls = sys.modules.get("kvprefetch.daemon.work.calls")
+    if calls is None:
+        yield
+        return
+    faults, failed = [], calls.Caller.failed
+
+    def noted(caller: object, error: Exception) -> None:
+        faults.append(error)
+        failed(caller, error)
+
+    monkeypatch.setattr(calls.Caller, "failed", noted)
+    yield
+    if faults and request.node.get_closest_marker("plants_fault") is None:
+        raise faults[0]
 
 
 def spread(items: list[pytest.Item]) -> list[pytest.Item]:

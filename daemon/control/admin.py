@@ -80,7 +80,7 @@ class Admin:
     def announce(self, order: Announce, uid: int | None, fd: int, reply: Callable[[Outcome], bool]) -> None:
         """Hand a prompt to the engine that it is announced to; `fd`: a memfd with its digests, which stays open."""
         for epoch in self._epochs.attached(uid):
-            if epoch.engine.engine_id == order.engine and epoch.number == order.epoch:
+            if epoch.engine.engine_id == order.engine and epoch.number == order.epoch and not epoch.broken:
                 hashes = b"" if order.session else _digests(fd, order.hashes * order.hash_bytes)
                 epoch.announce(order, hashes, reply)
                 return

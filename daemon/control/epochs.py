@@ -70,12 +70,13 @@ class Epochs:
             epoch.switch(mode)
 
     def corrupt(self) -> list[Epoch]:
-        """Log and return the attached epochs with memory that their engine corrupted; the caller ends them."""
-        found = [epoch for epoch in self._attached if epoch.corrupt is not None]
+        """Return the attached epochs that are to be ended, and log those with memory that their engine corrupted."""
+        found = [epoch for epoch in self._attached if epoch.broken]
         for epoch in found:
-            self._shared.log.error(
-                "engine.corrupt", engine=epoch.engine.engine_id, epoch=epoch.number, error=epoch.corrupt
-            )
+            if epoch.corrupt is not None:
+                self._shared.log.error(
+                    "engine.corrupt", engine=epoch.engine.engine_id, epoch=epoch.number, error=epoch.corrupt
+                )
         return found
 
     def tick(self, now_ns: int) -> list[tuple[Epoch, Ending]]:

@@ -23,6 +23,7 @@ from .refusals import LISTED
 MAX_ENGINES = 32  # in one answer, which must fit a control message
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
+_NONE: dict[str, int | str] = {}
 _FLAG_STATES = {state.value: state.name.lower() for state in FlagState}
 
 
@@ -65,7 +66,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "disk_fault": snapshot.disk_fault,
         "log_fault": snapshot.log_fault(now_ns),
         "store": snapshot.fill.model_dump() if snapshot.fill is not None else None,
-        "engines": [numbers(epoch, now_ns) for epoch in epochs[:MAX_ENGINES]],
+        "engines": [said for each in epochs[:MAX_ENGINES] if (said := each.contain(numbers, _NONE, each, now_ns))],
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),
         "waiting": [each for each in shared.waiting if uid in (None, each["uid"])][:LISTED],

@@ -63,7 +63,8 @@ class Epoch(Caller):
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
         if self.closing:
-            self._calls.publish()
+            if not self.broken:
+                self._calls.publish()
             self._calls.reply()
         else:
             self._calls.carry_on()
@@ -141,26 +142,32 @@ class Epoch(Caller):
         The records that it pushed last still count, so that a request that ended before the engine did is written as
         it ended; the others end as `ending` says.
         """
-        self.closing = True
-        self._ended_ns = self._services.clock_ns()
-        self.parts.ahead.stop("the engine is gone")
-        self._calls.reply(len(self.parts.ahead.outcomes))
+        self.closing, self._ended_ns = True, self._services.clock_ns()
+        parts = self.parts
         self.channel.liveness.set_state(PeerState.CLOSING)
-        self.drain(self._ended_ns + LAST_NS)
+        self.contain(parts.ahead.stop, None, "the engine is gone")
+        self.contain(self._calls.reply, None, len(parts.ahead.outcomes))
+        if not self.broken:
+            self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
-            self.parts.promotions.close()
+            self.contain(parts.promotions.close, None)
             device.hang_up()
             self._services.pools.start(Call(Kind.COPY, device.close, lambda _: None, None, self))
+        if self.broken:
+            ending = Ending.ENGINE_CORRUPT if self.corrupt is not None else Ending.DAEMON_FAULT
         for request in [each for each in self.planner.requests.values() if each.announced is None]:
-            self._write(request, Ending.ENGINE_CORRUPT if self.corrupt is not None else ending)
-        self.planner.blocks.waste_rest()
-        self._count_waste()
+            self.contain(self._write, None, request, ending)
+        self.contain(self.planner.blocks.waste_rest, None)
+        self.contain(self._count_waste, None)
 
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
+        self.contain(self._write_end, None)
+        self.channel.close()
+
+    def _write_end(self) -> None:
         self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
         self._log.info("engine.detached", **self.numbers())
-        self.channel.close()
 
     def _count_waste(self) -> None:
         for lane in Lane:
@@ -179,7 +186,7 @@ class Epoch(Caller):
             count = self.take(self._drain, 0, until_ns)
             self.heard_ns = self._services.clock_ns()
         if owed:
-            self._calls.reply()
+            self.contain(self._calls.reply, None)
         return count
 
     def _drain(self, until_ns: int) -> int:
@@ -276,22 +283,25 @@ class Epoch(Caller):
 
         `ahead`: for announced requests, once no engine has one for a hinted one to start in this lane.
         """
+        return self.contain(self._start_fetch, False, lane, ahead)
+
+    def _start_fetch(self, lane: Lane, ahead: bool) -> bool:
         pools = self._services.pools
         if self.closing or not self.planner.wants(lane) or not pools.fetch_room(lane, self):
             return False
         most = pools.sizes[lane].blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
-        order = self.contain(partial(self.planner.next_order, ahead=ahead), None, lane, most)
+        order = self.planner.next_order(lane, most, ahead=ahead)
         if not ahead:
             starved = order is None and self.planner.starved(lane)
             self.parts.reasons.note_room(lane, self._services.clock_ns(), starved=starved)
-        self.contain(self._calls.publish, None)
+        self._calls.publish()
         if order is not None:
             self._fetches.start(order)
         return order is not None
 
     def start_save(self) -> bool:
         """Start the put that waits; False if there is none, no room for it, or loads go first."""
-        return not self.closing and self._calls.start_save()
+        return not self.closing and self.contain(self._calls.start_save, False)
 
     @event
     def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
@@ -308,7 +318,7 @@ class Epoch(Caller):
         lost = self.saver.reset(reset.reset_generation, parts.reasons.stored)
         parts.ahead.reset()
         parts.sessions.clear()
-        for request in self.contain(self.planner.reset, list[Request]()):
+        for request in self.planner.reset():
             self._write(request, Ending.RESET)
         parts.send(ResetDone(reset_generation=reset.reset_generation))
         self._calls.count_puts(lost)  # after the answer: a full socket drops the notices behind it

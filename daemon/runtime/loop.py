@@ -56,7 +56,7 @@ class Loop:
         self._start_fetches()
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
-            self._control.handshake.end(epoch, Ending.ENGINE_CORRUPT)
+            self._control.handshake.end(epoch, Ending.DAEMON_FAULT)
         epochs = self._epochs.attached()  # without those that ended now
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
@@ -67,7 +67,7 @@ class Loop:
             if owing:  # an engine on the same core first takes what was published for it
                 select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
             else:
-                rarer = min(_rarer(epoch.planner) for epoch in busy)
+                rarer = min(epoch.contain(_rarer, 1.0, epoch.planner) for epoch in busy)
                 self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
@@ -104,7 +104,7 @@ class Loop:
     def _start_saves(self, now_ns: int) -> None:
         """Start the next put, or removal, of the engines in turn, where loads leave the link to it."""
         pools, epochs = self._shared.pools, self._epochs.attached()
-        waiting = any(epoch.saver.waiting(now_ns) for epoch in epochs)
+        waiting = any(epoch.contain(epoch.saver.waiting, False, now_ns) for epoch in epochs)
         both = pools.fetches_in_flight > 0 and (waiting or not pools.save_room())
         pools.link_share.compete(now_ns, both=both)
         for number in range(self._saver, self._saver + len(epochs)) if waiting else ():

@@ -35,6 +35,7 @@ class Ending(enum.Enum):
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
     STAGING_LOST = "staging_lost", "the epoch ended because half of its staging slots were lost (`engine.worn`)"
     ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory was corrupt, and the daemon detached it"
+    DAEMON_FAULT = "daemon_fault", "the daemon failed for this engine, and detached it (`engine.fault`)"
     DAEMON_STOPPED = "daemon_stopped", "the daemon stopped first"
 
 
@@ -51,7 +52,7 @@ _NAMES = {
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
     " store.unflushed disk.small disk.mended disk.failing",
-    "error": "daemon.failed config.invalid engine.refused engine.corrupt job.failed master.died",
+    "error": "daemon.failed config.invalid engine.refused engine.corrupt engine.fault job.failed master.died",
 }
 LEVELS = tuple(_NAMES)
 EVENTS = {name: level for level, names in _NAMES.items() for name in names.split()}  # the level of each

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # what tests on a GPU do without (docs/BENCHMARKS.md)
     from ..telemetry.logs import Log
 
 _T = TypeVar("_T")
+MAX_TRACEBACK = 4_000  # characters of a traceback in the log, the newest
 
 
 class Kind(enum.Enum):
@@ -39,22 +41,37 @@ class Caller:
     """One engine's calls: how many run, and whether their results still matter.
 
     `running`: until it is 0 the engine's memory stays mapped and registered.  `closing`: results go nowhere any more.
-    `corrupt`: what was found wrong with the engine's memory.
+    `broken`: nothing more is done for it but its end.  `corrupt`: because of this in the engine's memory; None where an
+    exception says that the daemon itself is at fault.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.running = 0
-        self.closing = False
+        self.closing = self.broken = False
         self.corrupt: str | None = None
 
     def contain(self, work: Callable[..., _T], default: _T, *args: Any) -> _T:
-        """Return what `work(*args)` returns; return `default` and set `corrupt` if it finds the memory corrupt."""
+        """Return what `work(*args)` returns; return `default`, and break the caller, if it raises anything.
+
+        So no value from an engine's memory ends the loop, whichever check is missing, and no state that an exception
+        left half changed is acted on.
+        """
+        if self.broken and not self.closing:
+            return default
         try:
             return work(*args)
         except SegmentCorrupt as error:
             self.corrupt = self.corrupt or str(error)
-            return default
+        except Exception as error:
+            self.failed(error)
+        self.broken = True
+        return default
+
+    def failed(self, error: Exception) -> None:
+        """Log an exception that is a fault of the daemon's."""
+        where = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        self._log.error("engine.fault", error=repr(error), traceback=where)
 
     def take(self, event: Callable[..., _T], default: _T, *args: Any) -> _T:
         """Let something happen to the caller, as `contain` does, and then let it carry on."""

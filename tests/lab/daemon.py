@@ -63,6 +63,9 @@ class Daemon:
         self._changed = threading.Condition()
         self._lines: list[str] = []
         self._records: list[Record] = []
+        self._faults: list[str] = []
+        self.faulty = False
+        """Whether a test planted a fault: without it, `close` raises for one (`engine.fault`)."""
         self._ended = False
 
     def __enter__(self) -> Daemon:
@@ -107,6 +110,8 @@ class Daemon:
                 self.picture.unlink(missing_ok=True)
             self._collect()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._faults and not self.faulty:
+            raise DaemonError("a fault of the daemon's, which no test planted\n" + "\n".join(self._faults))
 
     @property
     def pid(self) -> int:
@@ -186,6 +191,8 @@ class Daemon:
                         record = json.loads(line)
                         if isinstance(record, dict):
                             self._records.append(record)
+                            if record.get("event") == "engine.fault":
+                                self._faults.append(line)
                     self._changed.notify_all()
         with self._changed:
             self._ended = True
