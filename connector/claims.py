@@ -80,6 +80,7 @@ class Claims:
         self._shadow = config.mode == "shadow"
         # Of several groups vLLM takes back a load that failed only where it waits for it.
         self._load_mode = config.load_mode if len(geometry.groups) == 1 else "async"
+        self._adapter_load_mode = "sync" if len(geometry.groups) == 1 else "async"
         self._in_part = geometry.groups.partial
         self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
@@ -104,13 +105,19 @@ class Claims:
         return found
 
     def push(
-        self, request: Any, usable: int, session: SchedulerSession, local_blocks: int, now_ns: int, own: RequestHints
+        self,
+        request: Any,
+        digests: list[bytes],
+        blocks: range,
+        session: SchedulerSession,
+        now_ns: int,
+        own: RequestHints,
     ) -> Handle | None:
-        """Hint at all usable blocks, of which some are not local. None when there is no flag or no room.
+        """Hint at these blocks: those before are local, and it names them too. None when there is no flag or no room.
 
         Without room the cost does not depend on the number of blocks.
         """
-        geometry, headers = self._geometry, request.trace_headers
+        geometry, headers, usable, local_blocks = self._geometry, request.trace_headers, blocks.stop, blocks.start
         session_id = request.session_id or own.session_id
         handle: Handle | None = session.producer.hint(
             HINT,
@@ -124,7 +131,7 @@ class Claims:
             now_ns,
             session,
             session.flags,
-            request.block_hashes,
+            digests,
             request.request_id,
             request.priority if own.priority is None else own.priority,
             NO_TRACE if headers is None else hints.trace_of(headers),
@@ -142,7 +149,11 @@ class Claims:
             self._counters["hints_dropped"] += 1
 
     def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
-        """Hint at a request again; False when all is local, or when there was no room (counted)."""
+        """Hint at a request again; False when all is local or not shared, or when there was no room (counted)."""
+        digests = state.digests
+        if digests is None:
+            self.dropped.pop(state.request.request_id, None)
+            return False
         own = request_hints.parse(state.request.kv_hints, state.request.kv_transfer_params)
         state.limit(local_blocks + own.max_load_tokens // self._geometry.block_tokens)
         if local_blocks >= state.usable:
@@ -150,7 +161,7 @@ class Claims:
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
         counted = local_blocks if state.counts_local or capped else 0
-        handle = self.push(state.request, state.usable, session, counted, now_ns, own)
+        handle = self.push(state.request, digests, range(counted, state.usable), session, now_ns, own)
         if handle is None:
             self.drop(state, session)
             return False
@@ -333,7 +344,8 @@ class Claims:
             entries, slots = slots, array("I")
             for span in spans:
                 slots += entries[span.start - first : span.stop - first]
-        count, mode = stop - visit.start, self._load_mode
+        # With an adapter in the step that computes with it, and so has just read it if it was not loaded.
+        count, mode = stop - visit.start, self._load_mode if state.names is None else self._adapter_load_mode
         asynchronous = mode == "async" or (
             mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load)
         )

@@ -51,7 +51,8 @@ USED: Mapping[str, str] = {
     " SlidingWindowMLASpec SlidingWindowSpec UniformTypeKVCacheSpecs get_kv_cache_spec_kind(spec)"
     " get_kv_cache_spec_sliding_window(spec)",
     "vllm.config.VllmConfig": "aux_output_config cache_config compilation_config instance_id kernel_config"
-    " kv_events_config kv_transfer_config load_config model_config parallel_config scheduler_config speculative_config",
+    " kv_events_config kv_transfer_config load_config lora_config model_config parallel_config scheduler_config"
+    " speculative_config",
     "vllm.config.AuxOutputConfig": "enabled",
     "vllm.config.CacheConfig": "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config.CompilationConfig": "static_forward_context",
@@ -73,7 +74,11 @@ USED: Mapping[str, str] = {
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
     " lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window session_id",
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
-    "vllm.lora.request.LoRARequest": "adapter_id name",
+    "vllm.config.LoRAConfig": "enable_tower_connector_lora",
+    "vllm.lora.lora_model.LoRAModel": "id loras",
+    "vllm.lora.model_manager.LoRAModelManager": "modules",
+    "vllm.lora.request.LoRARequest": "adapter_id load_inplace name path",
+    "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": "_adapter_manager _load_adapter(request) list_adapters()",
     "vllm.v1.core.block_pool.BlockPool": "blocks cached_block_hash_to_block",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "blocks get_block_ids()",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool get_computed_blocks(request)",
@@ -91,8 +96,8 @@ USED: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_draft_model() get_model() reload_weights()",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model() reload_weights()",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_draft_model() get_model() lora_manager reload_weights()",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model() lora_manager reload_weights()",
     "vllm.v1.worker.gpu_worker.Worker": "reload_weights() update_weights(info)",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner",
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"

@@ -28,6 +28,8 @@ from ..shmring.wire.attach import WorkerInfo
 from . import built, compat, fingerprint, geometry, groups, hellos, namespace, refusals, register, updates
 from . import config as configuration
 from . import copies as copying
+from .adapter_reads import AdapterReads
+from .adapters import Adapters
 from .guards import FAILED, guarded
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
@@ -101,7 +103,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 start=None if options is None else Starter(options, path).start,
             )
             publish = geometry.publishes_events(vllm_config)
-            side = self.scheduler_side = SchedulerSide(self._settings, self._geometry, link, publish=publish)
+            adapters = Adapters.of_engine(vllm_config, self._geometry)
+            side = SchedulerSide(self._settings, self._geometry, link, publish=publish, adapters=adapters)
+            self.scheduler_side = side
             self.link = link
             link.start()
         else:
@@ -305,6 +309,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
         self.worker_side.updates = updates.of_worker(self.worker, eplb=self._vllm_config.parallel_config.enable_eplb)
         self.worker_side.rank = hellos.rank_of(self._vllm_config, self._tp_rank)
+        if self._vllm_config.lora_config is not None:
+            self.worker_side.adapters = AdapterReads.of(self.worker, self.worker_side.rank)
         self.link = link
         link.start()
 

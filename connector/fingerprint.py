@@ -7,7 +7,8 @@ same reason the fields of vLLM's own objects are named one by one.
 After an error the engine has no fingerprint.  Nothing is guessed or left out: two engines that differ in the missing
 part would read each other's blocks.
 
-Each block's hash covers LoRA adapters (by name and path), images, cache salts and prompt embeddings; they are not here.
+Each block's hash covers images, cache salts and prompt embeddings, and its name LoRA adapters (adapters.py): they are
+not here.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class Loads:
         load_id, self._next_id = self._next_id, self._next_id + 1
         blocks, slots = self._blocks(answer, count, allocated.blocks)
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
-        order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots)
+        names = state.names
+        adapter = None if names is None else (names.number, names.content)
+        order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots, adapter)
         self._orders.append(tuple.__new__(LoadOrder, order))
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = load

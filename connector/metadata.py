@@ -22,8 +22,20 @@ class KVPrefetchNode(KVConnectorHandshakeMetadata):
     hostname: str
 
 
+class Read(NamedTuple):
+    """A rank has read a LoRA adapter. `content`: digests (adapter_reads.py), nothing where it was not understood."""
+
+    number: int
+    name: str
+    path: str
+    content: bytes
+
+
 class LoadOrder(NamedTuple):
-    """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]. Both are arrays, which pickle as bytes."""
+    """Copy staging slot slots[i] of `epoch` into paged block block_ids[i]. Both are arrays, which pickle as bytes.
+
+    `adapter`: the number and the content of the LoRA adapter that computed them.
+    """
 
     load_id: int
     request_id: str
@@ -31,6 +43,7 @@ class LoadOrder(NamedTuple):
     asynchronous: bool
     block_ids: Sequence[int]
     slots: Sequence[int]
+    adapter: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,8 @@ class KVPrefetchMetadata(KVConnectorMetadata):
 class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
     """The number of ranks that finished each load and save; the loads and saves that failed on some rank.
 
-    `weights`: of ranks that have something to say of theirs.
+    `weights`: of ranks that have something to say of theirs.  `adapters`: what each rank has read; no save is reported
+    before the reads of its step.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
@@ -88,6 +102,7 @@ class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
     failed_saves: set[int] = field(default_factory=set)
     failed_loads: set[int] = field(default_factory=set)
     weights: dict[int, RankWeights] = field(default_factory=dict)
+    adapters: dict[int, list[Read]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVPrefetchWorkerMeta:
         """The sum over two ranks; neither argument is changed."""
@@ -98,4 +113,8 @@ class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
             self.failed_saves | other.failed_saves,
             self.failed_loads | other.failed_loads,
             self.weights | other.weights,
+            {
+                rank: self.adapters.get(rank, []) + other.adapters.get(rank, [])
+                for rank in self.adapters | other.adapters
+            },
         )

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .adapters import Names
 from .hints import Handle
 from .policy import Wait
 
@@ -64,6 +65,8 @@ class RequestState:
     storable: int = 0
     # Its KV may come from other weights or from blocks that nobody filled: never saved.
     tainted: bool = False
+    # Of a request with an adapter, while its KV is shared (adapters.py).
+    names: Names | None = None
 
     def __init__(
         self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None, hinted_ns: int = 0
@@ -80,6 +83,23 @@ class RequestState:
     def queued(self) -> bool:
         """Whether a hint, a wait or an answer may be next."""
         return not (self.settled or self.loading or self.answer)
+
+    @property
+    def digests(self) -> list[bytes] | None:
+        """What its blocks are called outside the engine, one for each hash; None while its KV is not shared."""
+        if self.request.lora_request is None:
+            hashes: list[bytes] = self.request.block_hashes
+            return hashes
+        return None if self.names is None else self.names.up_to_date()
+
+    def named(self, names: Names | None) -> bool:
+        """What its blocks are called from now on. Return whether they had other names; then its KV is of no use."""
+        before = self.names
+        if before is not None and names is not None and before.content == names.content:
+            return False
+        self.names = names
+        self.tainted |= before is not None and self.settled
+        return before is not None
 
     # --- queued and answered ----------------------------------------------------------------------------------------
 

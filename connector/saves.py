@@ -35,10 +35,11 @@ NULL_BLOCK = 0
 
 
 class _Block(NamedTuple):
-    """A full block to save. `event`: published once the block is stored."""
+    """A full block to save. `local`: its name in the engine's own cache. `event`: published once it is stored."""
 
     block_id: int
     name: bytes
+    local: bytes
     event: Any
 
 
@@ -124,14 +125,15 @@ class Saves:
         """
         found, groups = dict[bytes, _Block](), self._geometry.groups
         for request_id, blocks in offers.items():
-            if (state := self.unsaved.get(request_id)) is None or state.tainted:
+            state = self.unsaved.get(request_id)
+            if state is None or state.tainted or (digests := state.digests) is None:
                 continue
             for group, block_id, tokens in blocks:
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
-                    name = bytes(state.request.block_hashes[tokens // groups.hash_tokens - 1]) + bytes([group])
-                    if not self._known.holds(Known.of_names([name]))[0]:
-                        number = tokens // groups.groups[group].block_tokens - 1
-                        found[name] = _Block(block_id, name, self._event(state.request, number, group))
+                    number = tokens // groups.groups[group].block_tokens - 1
+                    block = self._block(state, digests, group, number, block_id)
+                    if not self._known.holds(Known.of_names([block.name]))[0]:
+                        found[block.name] = block
         return [*found.values()]
 
     def _plan_states(self, session: SchedulerSession, offered: list[_Block]) -> SaveOrder | None:
@@ -160,12 +162,12 @@ class Saves:
         stop = self.storable_blocks(state, scheduled_tokens)
         if state.tainted or stop <= state.saved:
             return None
-        if not (room := session.credits.available()):
+        if (digests := state.digests) is None or not (room := session.credits.available()):
             state.storable = stop  # `leave` looks which of them the request holds
             return None
         held = block_ids()
         state.storable = stop = max(state.saved, min(stop, self._held_blocks(held)))
-        wanted, state.saved = self._wanted(state, range(state.saved, stop), held, room)
+        wanted, state.saved = self._wanted(state, digests, range(state.saved, stop), held, room)
         if not wanted:
             return None
         order = self._order(session, [block for _, block in wanted])
@@ -173,7 +175,7 @@ class Saves:
         return order
 
     def _wanted(
-        self, state: RequestState, blocks: range, block_ids: Sequence[Sequence[int]], room: int
+        self, state: RequestState, digests: list[bytes], blocks: range, block_ids: Sequence[Sequence[int]], room: int
     ) -> tuple[list[tuple[int, _Block]], int]:
         """Return up to `room` blocks that are not known to be stored, each with its number, and where the search ended.
 
@@ -184,7 +186,7 @@ class Saves:
         chosen = groups.saved(blocks.start * unit, blocks.stop * unit, state.prefill_tokens, self._geometry.retention)
         others, full = list[tuple[int, int, int]](), list[Iterator[tuple[int, int, int]]]()
         for group, numbers in enumerate(chosen):
-            unknown = self._unknown(state.request.block_hashes, group, numbers, block_ids[group])
+            unknown = self._unknown(digests, group, numbers, block_ids[group])
             if groups.groups[group].kind is Kind.FULL:
                 full.append(unknown)
             else:
@@ -192,9 +194,7 @@ class Saves:
         wanted, end = list[tuple[int, _Block]](), blocks.stop
         for at, group, number in chain(sorted(others), heapq.merge(*full)):
             if len(wanted) < room:
-                digest = state.request.block_hashes[(number + 1) * groups.ratio(group) - 1]
-                event = self._event(state.request, number, group)
-                wanted.append((at, _Block(block_ids[group][number], bytes(digest) + bytes([group]), event)))
+                wanted.append((at, self._block(state, digests, group, number, block_ids[group][number])))
             else:
                 end = min(end, at)
                 if groups.groups[group].kind is Kind.FULL:
@@ -216,8 +216,13 @@ class Saves:
         tables = zip(self._geometry.groups.groups, block_ids, strict=True)
         return min(len(table) * group.block_tokens for group, table in tables) // self._geometry.block_tokens
 
-    def _event(self, request: Any, block: int, group: int) -> Any:
-        return None if self._events is None else self._events.describe(request, block, group)
+    def _block(self, state: RequestState, digests: list[bytes], group: int, number: int, block_id: int) -> _Block:
+        """Return block `number` of a group, which is in `block_id`."""
+        last, suffix = (number + 1) * self._geometry.groups.ratio(group) - 1, bytes([group])
+        hashes, name = state.request.block_hashes, bytes(digests[last]) + suffix
+        local = name if digests is hashes else bytes(hashes[last]) + suffix
+        event = None if self._events is None else self._events.describe(state.request, number, group)
+        return _Block(block_id, name, local, event)
 
     def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
         """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
@@ -243,8 +248,11 @@ class Saves:
         """
         if state.tainted or state.storable <= state.saved:
             return
+        if (digests := state.digests) is None:
+            self._counters["save_blocks_unsaved"] += state.storable - state.saved
+            return
         held = max(state.saved, min(state.storable, self._held_blocks(block_ids)))
-        left, end = self._wanted(state, range(state.saved, held), block_ids, MAX_LEFT - len(self.left))
+        left, end = self._wanted(state, digests, range(state.saved, held), block_ids, MAX_LEFT - len(self.left))
         self.left.update((block.name, block) for _, block in left)
         self._counters["save_blocks_unsaved"] += state.storable - end
 
@@ -265,7 +273,7 @@ class Saves:
             del self.left[block.name]
             if known:
                 continue
-            if cache.holds(block.block_id, block.name):
+            if cache.holds(block.block_id, block.local):
                 chosen.append(block)
             else:
                 self._counters["save_blocks_unsaved"] += 1

@@ -19,6 +19,7 @@ from typing import Any
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import hints
+from .adapters import Adapters
 from .claims import NOTHING, PENDING, Claims, Pass, Reply
 from .config import ConnectorConfig
 from .events import SavedBlocks
@@ -38,8 +39,7 @@ from .stats import Tally
 from .steps import StepTimes
 from .waits import Clock, SystemClock, Waits
 
-# Of the steps with nothing to do one in MEASURED_STEPS is measured. With requests, REPORT_STEPS go by between reports.
-MEASURED_STEPS, REPORT_STEPS = 8, 64
+MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
 
 class SchedulerSide:
@@ -53,6 +53,7 @@ class SchedulerSide:
         *,
         clock: Clock | None = None,
         publish: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.cache = LocalCache()
@@ -68,6 +69,7 @@ class SchedulerSide:
         self.events = SavedBlocks(geometry) if publish and self._saving else None
         self.steps = StepTimes()
         self._waits = Waits(self.counters)
+        self.adapters = adapters or Adapters(geometry.world_size)
         self.loads = Loads(geometry, self.counters)
         self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
         self.policy = WaitPolicy(self.steps, geometry.block_tokens)
@@ -76,7 +78,6 @@ class SchedulerSide:
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
-        self._reported = 0  # the step of the last report
         self._stale_local = False
         # Of a prompt of tokens mixed with embeddings vLLM hashes each embedding, also where a token counts: its blocks
         # have other prompts' hashes.  Once one came, blocks of embeddings in the engine's own cache may be such blocks.
@@ -92,14 +93,16 @@ class SchedulerSide:
             self._mixed = True
             return
         geometry, claims = self._geometry, self.claims
-        tokens, hashes = request.num_prompt_tokens, len(request.block_hashes)
+        tokens, digests, names = request.num_prompt_tokens, request.block_hashes, None
+        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, geometry.groups.blocks(len(digests)))
+        if request.lora_request is not None:
+            digests = (names := self.adapters.names(request)) and names.up_to_date()
         handle: Handle | None = None
         full: SchedulerSession | None = None  # that has no room for the hint
         now = 0
         own = NO_HINTS if request.kv_hints is None and not request.kv_transfer_params else claims.own_hints(request)
         loadable = geometry.loads and own.fetch and not request.skip_reading_prefix_cache
-        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, geometry.groups.blocks(hashes))
-        if loadable and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
+        if loadable and digests and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
             try:
                 session, link = self._session, self.link
                 if session is not link.session or link.confirmed_reset < self.resets.generation:
@@ -107,11 +110,13 @@ class SchedulerSide:
                 if session is not None and session.alive(now := self._now_ns()):
                     local = self.cache.tokens(request) // geometry.block_tokens
                     usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
-                    if local < usable and (handle := claims.push(request, usable, session, local, now, own)) is None:
-                        full = session
+                    if local < usable:
+                        handle = claims.push(request, digests, range(local, usable), session, now, own)
+                        full = session if handle is None else None
             except SegmentCorrupt as error:
                 self.detach(error)
         self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle, now)
+        state.names = names
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0
@@ -158,7 +163,7 @@ class SchedulerSide:
             session, link = self._session, self.link
             if session is not link.session or link.confirmed_reset < self.resets.generation:
                 session = self._usable_session()
-            if session is None:
+            if session is None or (request.lora_request is not None and state.names is None):
                 return NOTHING
             reply = self.claims.match(state, session, start, running=len(self.running))
             if state.answer is not None:
@@ -252,17 +257,8 @@ class SchedulerSide:
         self.quiet_steps = MEASURED_STEPS if self._is_still() else 0
 
     def step_ended(self) -> bool:
-        """The output of the oldest step in flight was processed, and `steps.skip` is 0.
-
-        Return whether the statistics are to be reported: now and then while there are requests.
-        """
-        steps = self.steps
-        steps.ended(self._now_ns())
-        if steps.passed < self._reported + REPORT_STEPS and self.requests:
-            steps.skip_to(self._reported + REPORT_STEPS)
-            return False
-        self._reported = steps.passed
-        return True
+        """The output of the oldest step in flight was processed. Return whether the statistics are to be reported."""
+        return self.steps.report_due(self._now_ns(), busy=bool(self.requests))
 
     def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
         """vLLM's update_connector_output: the ranks' reports, and whether a load left blocks unfilled.
@@ -278,6 +274,11 @@ class SchedulerSide:
                     self._unfilled.add(state.request.request_id)
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
+        if worker_meta.adapters:  # before the saves: some of them may be of another content than they are named after
+            if self.adapters.read(worker_meta.adapters):
+                self.saves.drop()
+            for state in self.adapters.name(self.requests.values()):
+                self._give_up(state, Outcome.LOST)
         if worker_meta.weights:
             self._weights_reported(worker_meta.weights)
         if worker_meta.saves:
@@ -309,10 +310,8 @@ class SchedulerSide:
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""
-        if self.events is None:
-            return ()
-        stored = self.link.stored
-        return self.events.take(stored.popleft() for _ in range(len(stored)))
+        events, stored = self.events, self.link.stored
+        return () if events is None else events.take(stored.popleft() for _ in range(len(stored)))
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -331,18 +330,13 @@ class SchedulerSide:
         if state.deferred_ns:
             self._waits.over(state, self._now_ns())
         if not state.settled or self.claims.dropped:
-            self._abort(state, request_id)
+            self._give_up(state, Outcome.ABORTED)
 
     @detaching(None)
-    def _abort(self, state: RequestState, request_id: str) -> None:
-        """A request has ended that vLLM may not have admitted."""
-        self.answered.discard(request_id)
-        self.claims.finish(state, Outcome.ABORTED)
-
-    @detaching(None)
-    def _give_up_handles(self) -> None:
-        for state in self.requests.values():
-            self.claims.finish(state, Outcome.LOST)
+    def _give_up(self, state: RequestState, outcome: Outcome) -> None:
+        """A request has ended that vLLM may not have admitted, or what was found for it is of no use."""
+        self.answered.discard(state.request.request_id)
+        self.claims.finish(state, outcome)
 
     def reset(self) -> bool:
         """The weights changed, or will. True at once: no later key can name older KV."""
@@ -351,13 +345,14 @@ class SchedulerSide:
         # A running request goes on filling the engine's own prefix cache on top of its old KV.
         old = [state.reset() for state in self.requests.values()]
         self._stale_local = any(old) or self.cache.blocks() > 0
+        self.adapters.reset(self.requests.values())
         return True
 
     def _void(self) -> None:
         """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
         self._usable_session()
-        self._give_up_handles()
-        self.answered.clear()
+        for state in self.requests.values():
+            self._give_up(state, Outcome.LOST)
         self.saves.reset(self.resets.generation)
         self._tell()
 

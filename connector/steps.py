@@ -15,6 +15,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+REPORT_STEPS = 64  # between reports of the statistics, while there are requests
 # Noise can hide a few tokens: a fit counts once it weighs as much as a prefill of so many in one go.
 _LEAST_TOKENS = 32
 # Weight of the newest step in the moving average of durations.
@@ -60,6 +61,7 @@ class StepTimes:
         self.decode_ns = 0.0
         self._passed = 0  # if all of `skip` were called
         self._last = 0
+        self._reported = 0  # the step of the last report
         self._flying: deque[_Step] = deque()  # those that are measured
         self._ended_ns = 0
         self._prefill, self._prefill_and_load = _PrefillCost(), _PrefillCost()
@@ -96,6 +98,18 @@ class StepTimes:
         elif step.typical:
             old = self.decode_ns
             self.decode_ns = duration if old == 0.0 else old + _NEWEST * (duration - old)
+
+    def report_due(self, now_ns: int, *, busy: bool) -> bool:
+        """The output of the oldest step in flight is there, and `skip` is 0.
+
+        Return whether the statistics are to be reported: now and then while the engine is `busy`.
+        """
+        self.ended(now_ns)
+        if busy and self.passed < self._reported + REPORT_STEPS:
+            self.skip_to(self._reported + REPORT_STEPS)
+            return False
+        self._reported = self.passed
+        return True
 
     def skip_to(self, last: int) -> None:
         """`ended` is to be called for the end of step number `last`, and before it for each end that is measured."""

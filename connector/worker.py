@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..kv.groups import Groups
+from .adapter_reads import AdapterReads
 from .copies import Copy, PlainCopies, checked
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
@@ -42,6 +43,7 @@ class WorkerSide:
         self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
     ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
+        self.adapters: AdapterReads | None = None
         self._one_group = len(groups) == 1
         self._running: list[_Batch] = []
         self._received: set[str] = set()
@@ -77,6 +79,8 @@ class WorkerSide:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
                 if not hold:
                     raise LookupError("the weights have changed since")
+                if order.adapter is not None and not self._has(*order.adapter, asynchronous=asynchronous):
+                    raise LookupError("the adapter is not the one whose KV was found: it was read again, or not yet")
                 if not order.slots:
                     raise ValueError("the engine's blocks are not those that the groups' rules name")
                 batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
@@ -93,8 +97,13 @@ class WorkerSide:
         self.counters["load_ns"] += time.perf_counter_ns() - begun
         self._running.append(batch)
 
+    def _has(self, number: int, content: bytes, *, asynchronous: bool) -> bool:
+        """Whether this step, or one after an asynchronous load, computes with this adapter as far as is known."""
+        return self.adapters is not None and self.adapters.has(number, content, loaded=asynchronous)
+
     def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
-        # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
+        # A bug, a broken machine, or an adapter that was replaced: the scheduler side answers only for mapped, verified
+        # blocks.
         log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
         if self._one_group:
             self._failed_blocks.update(order.block_ids)
@@ -157,12 +166,14 @@ class WorkerSide:
         return failed
 
     def report(self) -> KVPrefetchWorkerMeta | None:
-        """Loads and saves that ended since the last call, and what is new of the weights."""
+        """Loads and saves that ended since the last call, and what is new of weights and adapters."""
         self._collect()
         report, self._report = self._report, KVPrefetchWorkerMeta()
         if self.updates.report is not None:
             report.weights[self.rank], self.updates.report = self.updates.report, None
-        return report if report.loads or report.saves or report.weights else None
+        if self.adapters is not None and (reads := self.adapters.take()):
+            report.adapters[self.rank] = reads
+        return report if report.loads or report.saves or report.weights or report.adapters else None
 
     def _collect(self) -> None:
         """Asynchronous loads run beside the rest, so batches may end in any order."""

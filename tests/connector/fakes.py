@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import config as configuration
+from kvprefetch.connector.adapters import Adapters
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.geometry import Geometry
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights, Read
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
@@ -277,10 +278,20 @@ def scheduled_output(
     )
 
 
+def reads_of(adapter: Any, *contents: str) -> KVPrefetchWorkerMeta:
+    """What the ranks report that have read an adapter, each with its own modules."""
+    return KVPrefetchWorkerMeta(
+        adapters={
+            rank: [Read(adapter.adapter_id, adapter.name, adapter.path, each.encode().ljust(32) + bytes([rank]) * 32)]
+            for rank, each in enumerate(contents)
+        }
+    )
+
+
 class Engine:
     """A scheduler side with a fake daemon, a fake link, and vLLM's calling order.
 
-    `options`: of FakeDaemon, of Geometry, and the connector's own settings; `credits`: save slots that are granted.
+    `options`: of FakeDaemon, of Geometry, of Adapters, and the connector's own settings; `credits`: granted save slots.
     """
 
     def __init__(
@@ -295,12 +306,14 @@ class Engine:
         self.link = FakeLink(self.daemon.session())
         self.cache = FakeCache()
         geometry = replace(GEOMETRY, **taken(GEOMETRY.__dataclass_fields__))
+        known = taken(("sure", "late", "towers"))
         self.ranks = geometry.world_size
         # With a bound alone, the clock's steps do not decide when a wait ends.
         settings = {"socket": "/nowhere", "wait_policy": "timeout", "spin_us": 0, "idle_wait_us": 0, **options}
         config = configuration.load(settings)
         link: Any = self.link
-        self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish)
+        adapters = Adapters(geometry.world_size, **known)
+        self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish, adapters=adapters)
         self.side.cache = self.cache
         # Hooks that do more than to call the scheduler side.
         self.hooks = KVPrefetchConnector.__new__(KVPrefetchConnector)
@@ -392,6 +405,11 @@ class Engine:
         number = self.side.resets.step.number
         of_ranks = {rank: RankWeights(number, each, before) for rank, each in enumerate(digests, first_rank)}
         self.side.outputs(KVPrefetchWorkerMeta(weights=of_ranks))
+
+    def read(self, adapter: Any, *contents: str) -> None:
+        """A step has ended in which each rank read the adapter, with this content; one content: all have read it."""
+        ranks = contents if len(contents) > 1 else contents * self.ranks
+        self.side.outputs(reads_of(adapter, *ranks))
 
     def preempt(self, request: Request) -> None:
         request.num_preemptions += 1

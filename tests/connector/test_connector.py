@@ -75,6 +75,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         cache_config=SimpleNamespace(**cache),
         kernel_config=SimpleNamespace(enable_jit_warmup=True),
         aux_output_config=SimpleNamespace(enabled=False),
+        lora_config=None,
         kv_transfer_config=SimpleNamespace(
             engine_id="engine", kv_connector_extra_config=extra, kv_load_failure_policy=policy,
             is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer",

@@ -37,6 +37,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     connector = engine.hooks
     engine.daemon.credits.grant([7, 8, 9])
     lora = LoRARequest("adapter", 4, "/adapter")
+    engine.read(lora, "content")
     save_id = saved(engine, lora_request=lora, session_id="s")
     assert list(connector.take_events()) == [], "copied, pushed, and not yet in the store"
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], disk=[9]))
@@ -62,6 +63,7 @@ def test_extra_keys_are_those_of_each_block() -> None:
     later = MultiModalFeatureSpec(None, "image", "dog", PlaceholderRange(offset=2 * BLOCK + 3, length=2))
     engine = Engine(publish=True, credits=[7, 8, 9, 10])
     lora = LoRARequest("adapter", 4, "/adapter")
+    engine.read(lora, "content")
     save_id = saved(engine, 4, cache_salt="s", mm_features=[image, later], lora_request=lora)
     engine.link.stored.append(Stored(save_id=save_id, memory=[7, 8, 9, 10]))
     assert [event.extra_keys for event in engine.hooks.take_events()] == [

@@ -23,7 +23,7 @@ from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, GEOMETRY, fails_with
+from .fakes import BLOCK, GEOMETRY, fails_with, reads_of
 from .fakes import Engine as FakeEngine
 from .real import OtherConnector, RealEngine
 
@@ -339,7 +339,10 @@ def test_p25_both_roles_answer_what_vllm_asks_of_both(make: Make, monkeypatch: P
 
 
 def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make: Make, monkeypatch: Patch) -> None:
-    """The digests that are hinted, and so those that are saved, are vLLM's own, with all that it hashes."""
+    """The digests that are hinted, and so those that are saved, rest on vLLM's own, with all that it hashes.
+
+    Two adapters of one content are no exception: vLLM's hash has their names.
+    """
     image = {"modality": "image", "mm_position": PlaceholderRange(offset=4, length=8), "data": None}
     others: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -353,6 +356,9 @@ def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make:
     def check() -> None:
         engine = make()
         hints: list[bytes] = []
+        for options in others.values():
+            if adapter := options.get("lora_request"):
+                engine.side.outputs(reads_of(adapter, "content"))
         for name, options in others.items():
             engine.add(name, list(range(10, 3 * BLOCK + 11)), **options)
             hint = engine.daemon.hint(name)

@@ -18,8 +18,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.scheduler import REPORT_STEPS
 from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
+from kvprefetch.connector.steps import REPORT_STEPS
 from tests.lab.connectors import multi, ours
 
 from .fakes import BLOCK, Engine, scheduled_output
