@@ -1,0 +1,105 @@
+"""Tokens never change when a LoRA adapter is replaced at its path; the same adapter is shared between engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Site, hits, served
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.prompts import make_prompts
+
+pytestmark = pytest.mark.stress
+
+PROMPTS = make_prompts(4, 300, seed=72)
+WARM = make_prompts(1, 40, seed=73)  # a step in which the ranks read an adapter
+LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+
+
+def adapter(path: Path, seed: int) -> str:
+    """Write a LoRA adapter of the tiny model's keys and values, in place of one that is there."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
+            tensors[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=generator) * 0.2
+    path.mkdir(exist_ok=True)
+    save_file(tensors, str(path / "new"))
+    (path / "new").rename(path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
+    site: Site, engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Replaced before a start, and beside a running engine that reads it again."""
+    path = tmp_path / "sql"
+    options: dict[str, Any] = {"lora": ["sql", 1, adapter(path, 0)]}
+    other = {"lora": ["other", 2, adapter(tmp_path / "other", 9)]}
+    plain = engines(EngineSpec(model=site.model, extra=LORA))
+    right = []
+    for seed in range(4):
+        adapter(path, seed)
+        right.append(plain.run(PROMPTS, request_options=options).tokens)
+        plain.reset_prefix_cache()
+        plain.run(WARM, request_options=other)  # has room for one adapter: it reads the first one again
+    assert all(len({tuple(each[i]) for each in right}) == 4 for i in range(len(PROMPTS)))
+    plain.stop()
+
+    def start(**extra: Any) -> Engine:
+        engine = site.engine(site.spec(extra={"cache_prefix": "replaced"}).but(extra={**LORA, **extra}))
+        engine.run(WARM, request_options=options)
+        return engine
+
+    adapter(path, 0)
+    first = start()
+    served(first.run(PROMPTS, request_options=options), right[0], [0] * len(PROMPTS))
+    site.assert_idle()
+    first.stop()
+    second = start()
+    served(second.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
+    second.stop()
+
+    adapter(path, 1)
+    third = start()
+    served(third.run(PROMPTS, request_options=options), right[1], [0] * len(PROMPTS))
+    site.fresh(third)
+    served(third.run(PROMPTS, request_options=options), right[1], hits(PROMPTS))
+    adapter(path, 2)
+    site.fresh(third)
+    served(third.run(PROMPTS, request_options=options), right[1], hits(PROMPTS))  # vLLM has the one before in memory
+    third.run(WARM, request_options=other)
+    site.fresh(third)
+    served(third.run(PROMPTS, request_options=options), right[2])
+    site.fresh(third)
+    served(third.run(PROMPTS, request_options=options), right[2], [0] * len(PROMPTS))
+    assert third.log.read_text().count("adapter 'sql' is not shared until the next reset") == 1
+    assert third.reset_prefix_cache(reset_connector=True)
+    served(third.run(PROMPTS, request_options=options), right[2], [0] * len(PROMPTS))
+    site.fresh(third)
+    served(third.run(PROMPTS, request_options=options), right[2], hits(PROMPTS))
+    adapter(path, 3)
+    site.fresh(third)
+    in_place = {"lora": [*options["lora"], None, True]}
+    served(third.run(PROMPTS, request_options=in_place), right[3])
+    site.assert_idle()
+    third.stop()
+
+    adapter(path, 0)
+    fourth = start(lora_target_modules=["o_proj"])
+    found = fourth.run(PROMPTS, request_options=options)
+    assert found.cached_tokens == [0] * len(PROMPTS)
+    assert all(got != want for got, want in zip(found.tokens, right[0], strict=True)), "the adapter is not applied"
+    site.assert_idle()
+    fourth.stop()
