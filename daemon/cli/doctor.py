@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...client.control import TIMEOUT_S, Unavailable, look
 from ..config.model import ConfigError, DaemonConfig
+from ..telemetry.pretty import fitting
 from .common import (
     CONFIGURATION_FILE,
     PATH,
@@ -122,8 +123,8 @@ def run(arguments: Arguments) -> int:
 
 
 def _line(name: str, finding: Finding) -> str:
-    advice = f"\n{'':19}-> {finding.advice}" if finding.advice else ""
-    return f"{finding.level:<5}{name:<14}{finding.what}{advice}"
+    advice = f"\n{'':19}-> {fitting(finding.advice)}" if finding.advice else ""
+    return f"{finding.level:<5}{name:<14}{fitting(finding.what)}{advice}"
 
 
 def without_secrets(text: str) -> str:
@@ -162,7 +163,7 @@ def _metrics(address: str, port: int) -> str:
     try:
         with contextlib.closing(http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)) as connection:
             connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode(errors="replace")
+            return connection.getresponse().read(LOG_BYTES).decode(errors="replace")
     except (OSError, ValueError, http.client.HTTPException) as error:
         return f"no metrics: {error}: metrics_address={address!r} metrics_port={port}"
 

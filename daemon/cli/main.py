@@ -19,6 +19,7 @@ from ... import __version__
 from ...client.control import Unavailable
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
+from ..telemetry.pretty import fitting
 from . import bench, configuration, doctor, estimate, install_unit, pages, prefetch, serve, status, store, tail, top
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             raise
         status = EX_UNAVAILABLE
-    _say(f"kvprefetchd: {line}")
+    _say(f"kvprefetchd: {fitting(line)}")
     return status
 
 

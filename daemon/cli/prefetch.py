@@ -16,6 +16,7 @@ import click
 from ...client import Announced, Busy, Client, Prompt, Unavailable
 from ...shmring.wire.checks import ACTION, ACTION_VERSION
 from ..door.envelope import MAX_ACTIONS, Action, Bad, payload
+from ..telemetry.pretty import fitting
 from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group
 
@@ -83,7 +84,7 @@ def _ended(sender: Sender, arguments: Arguments, status: int, *why: str) -> int:
     sender.clear_progress()
     problems = [f"{arguments.file}: line {number}: {error}" for number, error in (*sender.bad, *sender.refused)]
     for line in problems[:SHOWN]:
-        print(f"kvprefetchd: {line}", file=sys.stderr)
+        print(f"kvprefetchd: {fitting(line)}", file=sys.stderr)
     if len(problems) > SHOWN:
         print(f"kvprefetchd: {arguments.file}: {len(problems) - SHOWN} more lines", file=sys.stderr)
     if arguments.json:

@@ -11,6 +11,7 @@ from ...client.control import ask
 from ...shmring.wire.admin import Reload, Report, Segments, SetMode, StatQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
+from ..telemetry.pretty import printable
 from .common import (
     EX_UNAVAILABLE,
     Arguments,
@@ -138,7 +139,7 @@ def run_health(arguments: Arguments) -> int:
     if arguments.json:
         show({word: found.well}, ok=found.well, problems=found.problems)
     else:
-        print(": ".join([what, *found.problems]))
+        print(printable(": ".join([what, *found.problems])))
     return 0 if found.well else 1
 
 
@@ -151,5 +152,5 @@ def run_command(arguments: Arguments) -> int:
     """Send `mode` or `reload`, and print the daemon's report."""
     mode = getattr(arguments, "mode", None)
     report = ask(arguments.socket, Reload() if mode is None else SetMode(mode=mode), Report)
-    print(report.text)
+    print(printable(report.text))
     return 0 if report.ok else 1

@@ -7,11 +7,9 @@ import json
 import re
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 
 import click
@@ -21,6 +19,7 @@ from ...kv.keys import name_of
 from ...shmring.wire.admin import MAX_NAMESPACE_BYTES, MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES
 from ..config.model import ConfigError
+from ..store import addresses
 from ..store.fill import StoreFill, read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
@@ -76,6 +75,8 @@ PURGE = SocketPage(
 )
 _HASH = re.compile(r"[0-9a-fA-F]{16,128}$")
 SLICE_TIMEOUT_S = 60  # a slice waits for the put that runs
+TIMEOUT_S = 30  # for the next part of the list
+MAX_KEY_BYTES = 65536
 PASSES = 3  # over all keys: engines may store on meanwhile
 PROGRESS_S = 1.0
 
@@ -102,7 +103,7 @@ def run_ls(arguments: Arguments) -> int:
     if arguments.json:
         show({"keys": list(keys)})
     else:
-        sys.stdout.writelines(f"{key}\n" for key in keys)
+        sys.stdout.writelines(f"{printable(key)}\n" for key in keys)
     return 0
 
 
@@ -187,7 +188,10 @@ def namespace(key: str) -> str:
 
 def master_of(arguments: Arguments) -> tuple[str, StoreFill | None]:
     """Return host:port of the master's HTTP interface, and how full the daemon knows the store. Raises Unavailable."""
-    if arguments.master_http:
+    if arguments.master_http is not None:
+        if addresses.split(arguments.master_http) is None:
+            text = "must be HOST:PORT, with a port of 1 to 65535 ([…]:PORT for IPv6)"
+            raise ConfigError(f"store: --master-http {text}: master_http={arguments.master_http!r}")
         return str(arguments.master_http), None
     status = ask(arguments.socket, StatusQuery(), Status)
     if status.master_http:
@@ -196,18 +200,35 @@ def master_of(arguments: Arguments) -> tuple[str, StoreFill | None]:
 
 
 def stored_keys(master: str, prefix: str) -> Iterator[str]:
-    """Yield the store's keys, as the master streams them. Raises Unavailable."""
-    url = f"http://{urllib.parse.quote(master, safe=':[]')}/get_all_keys"
+    """Yield the store's keys, as the master streams them. Raises Unavailable, at the end of a list that breaks off.
+
+    It asks no proxy, and follows no redirection: what another server says of itself is no key.
+    """
+    where = f"master_http={master!r}"
     try:
-        with urllib.request.urlopen(url, timeout=30) as page:
-            for line in page:
-                key = line.decode(errors="replace").rstrip("\n")
-                if key.startswith(prefix) and key:
+        with closing(http.client.HTTPConnection(master, timeout=TIMEOUT_S)) as connection:
+            connection.request("GET", "/get_all_keys")
+            answer = connection.getresponse()
+            if answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+                raise Unavailable(f"another master leads: name that one: {where}")
+            if answer.status != http.HTTPStatus.OK:
+                raise Unavailable(f"the master refuses: {where}: HTTP {answer.status} {answer.reason}")
+            for line in _lines(answer):
+                if (key := line.decode(errors="replace")).startswith(prefix) and key:
                     yield key
-    except urllib.error.HTTPError as error:
-        with error:
-            standby = error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
-        why = "another master leads: name that one" if standby else f"the master refuses: {error}"
-        raise Unavailable(f"{why}: {url}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # the last: no HTTP server answers there
-        raise Unavailable(f"the master does not answer: {url}: {printable(str(error).strip())}") from None
+        why = printable(str(error).strip())
+        raise Unavailable(f"the master does not answer, or breaks off: {where}: {why}") from None
+
+
+def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the lines of an answer, the last one only if it is whole. Raises ValueError, HTTPException."""
+    rest = b""
+    while part := answer.read(1 << 16):
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+        if len(rest) > MAX_KEY_BYTES:
+            raise ValueError(f"a line is no key: bytes={len(rest)} max={MAX_KEY_BYTES}")
+    if answer.length or (answer.length is None and not answer.chunked):  # without either an end is no end
+        raise ValueError(f"the list breaks off: missing_bytes={answer.length or 'not known'}")
+    yield rest

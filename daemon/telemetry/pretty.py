@@ -10,6 +10,7 @@ from ..config.sizes import size
 
 _COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31;1"}
 _MOST = 1e18  # a number beyond it, or not finite, is none of ours
+_MOST_SHOWN = 1200
 _HIDDEN = {"ts", "level", "event", "run_id", "engine", "epoch"}
 
 
@@ -79,3 +80,9 @@ def number(value: Any) -> str:
 def printable(text: str) -> str:
     """Replace control characters: ids and errors come from elsewhere, and a terminal obeys what it gets."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def fitting(text: str) -> str:
+    """Return one printable line of an error, without its middle where it is long: it may quote anything."""
+    text = printable(text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} … {text[-_MOST_SHOWN // 2 :]}"

@@ -174,7 +174,7 @@ def test_secrets_are_removed() -> None:
 
 def test_a_master_that_is_no_http_server_is_one_line() -> None:
     """The likely case is the master's own port, one digit or so away from its HTTP port."""
-    refusal = pytest.raises(Unavailable, match=r"^the master does not answer: http://127[^\n\x00]*garbage$")
+    refusal = pytest.raises(Unavailable, match=r"^the master does not answer[^\n\x00]*garbage$")
     with answering(b"\x00\x01garbage\n\n") as stranger, refusal:
         list(stored_keys(stranger, ""))
     with pytest.raises(Unavailable, match="nonnumeric port"):
