@@ -75,10 +75,11 @@ class WorkerSide:
         good: list[LoadOrder] = []
         for order in orders:
             try:
+                if not hold:  # the scheduler side did not know that they changed
+                    self._load_failed(batch, order)
+                    continue
                 if (session := self.link.mapped(order.epoch)) is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
-                if not hold:
-                    raise LookupError("the weights have changed since")
                 if order.adapter is not None and not self._has(*order.adapter, asynchronous=asynchronous):
                     raise LookupError("the adapter is not the one whose KV was found: it was read again, or not yet")
                 if not order.slots:
@@ -101,10 +102,11 @@ class WorkerSide:
         """Whether this step, or one after an asynchronous load, computes with this adapter as far as is known."""
         return self.adapters is not None and self.adapters.has(number, content, loaded=asynchronous)
 
-    def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception) -> None:
-        # A bug, a broken machine, or an adapter that was replaced: the scheduler side answers only for mapped, verified
-        # blocks.
-        log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
+    def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception | None = None) -> None:
+        if error is not None:
+            # A bug, a broken machine, or an adapter that was replaced: the scheduler side answers only for mapped,
+            # verified blocks.
+            log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
         if self._one_group:
             self._failed_blocks.update(order.block_ids)
         else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous

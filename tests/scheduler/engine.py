@@ -95,6 +95,7 @@ class Engine:
                 with tensor_parallel_rank(rank.number):
                     rank.connector = KVPrefetchConnector(config, KVConnectorRole.WORKER, cache)
                     rank.connector.register_kv_caches(rank.tensors)
+                    rank.connector.worker_side.updates = self.workers.watched()
         scheduler_class = Scheduler if shape.queue == 1 else AsyncScheduler
         self.scheduler = scheduler_class(
             config,
@@ -191,13 +192,24 @@ class Engine:
             self.oracle.land()
         if running:
             self._process_all()
-        self.workers.weights += 1
+        self._update()
+        self.forget(running=running, connector=True)
+        self.counts["resets"] += 1
+
+    def update_weights(self) -> None:
+        """A trainer that resets nothing: steps whose output is on its way were executed before."""
+        self.workers.settle()
+        if self.oracle is not None:
+            self.oracle.land()
+        self._update()
+        self.counts["updates"] += 1
+
+    def _update(self) -> None:
+        self.workers.update_weights()
         self._stale = True
         for sent in self.requests.values():
             # A session may go on for a while after its last chunk.
             sent.comparable = sent.comparable and sent.ended and sent.name not in self.scheduler.requests
-        self.forget(running=running, connector=True)
-        self.counts["resets"] += 1
 
     def fail_load(self, rank: int) -> None:
         """The next asynchronous load fails on this rank, after some of its bytes were written."""

@@ -124,6 +124,10 @@ class Oracle:
             request = self._scheduler.requests.get(request_id)
             if request is None or not (request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()):
                 self.wrong.append(f"finished_recving of a request that does not wait: {request_id}")
+        if (report := output.kv_connector_worker_meta) is not None:  # refused before any byte was copied
+            for orders, failed in ((self._loads, report.failed_loads), (self._saves, report.failed_saves)):
+                for number in failed:
+                    orders[number].ranks_left.clear()  # type: ignore[attr-defined]
         if output.finished_sending:
             self.wrong.append(f"finished_sending: {output.finished_sending}")
 

@@ -68,8 +68,8 @@ class Feed:
             engine.feed(sessions[self.which % len(sessions)], chunk or None)
 
 
-run, forget, fail_load, new_weights = (
-    functools.partial(methodcaller, name) for name in ("run", "forget", "fail_load", "new_weights")
+run, forget, fail_load, new_weights, update_weights = (
+    functools.partial(methodcaller, name) for name in ("run", "forget", "fail_load", "new_weights", "update_weights")
 )
 
 _adds = st.builds(
@@ -88,6 +88,7 @@ _rest = st.one_of(
     st.builds(Feed, which=st.integers(0, 9), own=st.integers(0, 6)),
     st.builds(forget, running=st.booleans()),
     st.builds(new_weights, running=st.booleans()),
+    st.builds(update_weights),
     st.builds(methodcaller, st.just("pause"), state=st.sampled_from(list(PauseState))),
     st.just(methodcaller("detach")),
 )
@@ -104,6 +105,19 @@ schedules: st.SearchStrategy[Schedule] = st.lists(st.tuples(_operations, _runs),
 CORNERS: list[Schedule] = [
     [Add(0, 0, 30, 12), run(40, 1)],  # a new prompt in several chunks
     *([Add(0, 0, 30, 12), run(steps, steps), new_weights(running=False), run(30, steps)] for steps in range(1, 6)),
+    *(
+        [
+            Add(0, 36, 1, 12),
+            run(steps, steps),
+            update_weights(),
+            Add(0, 36, 2, 4),
+            run(9),
+            forget(running=True),
+            run(30),
+        ]
+        for steps in range(1, 6)
+    ),
+    [update_weights(), Add(0, 36, 1, 4), run(40), forget(running=True), Add(0, 36, 2, 4), run(20)],
     [fail_load(0), fail_load(1), Add(0, 36, 1, 6), run(20, 2)],
     [Add(0, 36, 1, 6), run(1, 3), Abort(0), run(20, 3)],
     [Add(1, 16, 2, 4, "session"), run(8, 4), Feed(0, 6), run(8, 4), Feed(0, 0)],

@@ -20,6 +20,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from kvprefetch.connector import loads, request_state, saves
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.prefix_cache import PrefixCache
+from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.updates import Updates
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
@@ -134,6 +136,21 @@ def test_old_weights_stored_after_a_reset_are_found(site: Site, monkeypatch: pyt
 def test_requests_that_outlive_a_reset_and_are_saved_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_state.RequestState, "tainted", property(lambda self: False, lambda self, value: None))
     finds(site, "is not as computed", queue=2)
+
+
+@pytest.mark.stress
+def test_orders_of_before_an_update_that_are_done_after_it_are_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Updates, "hold", lambda self, step: True)
+    finds(site, "is not as computed|holds other bytes|stored value is wrong", queue=2)
+
+
+@pytest.mark.stress
+def test_kv_of_before_an_update_that_is_saved_behind_it_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is the new weights', and vLLM's own cache has the old ones' KV, as nobody reset it."""
+    monkeypatch.setattr(SchedulerSide, "reset", lambda self: self.resets.begin())
+    finds(site, "is not as computed|holds other bytes|stored value is wrong", queue=2)
 
 
 @pytest.mark.stress

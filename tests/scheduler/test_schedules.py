@@ -24,6 +24,7 @@ COVERED = (
     "failed_ranks",
     "forgets",
     "resets",
+    "updates",
     "chunks",
     "drafts",
     "detaches",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvprefetch.connector.updates import Updates
 from kvprefetch.kv.groups import Groups, Kind
 from tests.scheduler.model import LAYERS, PAGE_BYTES, Truth, sample, width
 
@@ -105,6 +106,22 @@ class Workers:
         self.drafts: dict[str, list[int]] = {}
         self._truth, self._draft_count = truth, drafts
         self._report_before_save = report_before_save
+
+    def update_weights(self) -> None:
+        self.weights += 1
+
+    def watched(self) -> Updates:
+        """What a rank sees of the weights."""
+
+        class Model(torch.nn.Module):
+            numbers = self
+
+            def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+                return iter([("weights", torch.nn.Parameter(torch.tensor([float(self.numbers.weights)])))])
+
+        updates = Updates(lambda: [Model()])
+        updates.watch(self, ["update_weights"])
+        return updates
 
     def execute(self, output: Any) -> None:
         """Queue a step; its work happens when ranks are moved."""
