@@ -156,8 +156,11 @@ class Prompt:
         at = 0
         for number, items in enumerate(self._items(self._chosen)):
             some = items[max(blocks.start - at, 0) : max(blocks.stop - at, 0)]
-            states = bytes(MEMORY if self._staged(name) else ABSENT for name in self._names(number, some))
-            self._enter(number, some, states, proven=self.partial)
+            for part in (some[start : start + SLICE] for start in range(0, len(some), SLICE)):
+                states = bytes(MEMORY if self._staged(name) else ABSENT for name in self._names(number, part))
+                self._enter(number, part, states, proven=self.partial)
+                if number in self._full and ABSENT in states:
+                    break  # the prefix ends there
             at += len(items)
 
     def give_up(self) -> None:

@@ -81,7 +81,7 @@ class Channel:
     def on_device(self, key: Key, blocks: range) -> int:
         """Count the blocks for which the slot table names device slots."""
         slots = self.table.read_slots(key[0], blocks.start, blocks.stop)
-        return sum(slot >= self.layout.slot_count for slot in slots)
+        return sum(map(self.layout.slot_count.__le__, slots))
 
     def orphans(self) -> set[Key]:
         """Return the requests whose flag the engine had given up at two looks in a row, and no record says so.

@@ -71,8 +71,8 @@ class Epoch(Caller):
 
     @property
     def owes(self) -> bool:
-        """There is more to say about announcements at the next turn."""
-        return self._calls.owes
+        """There is more to say about announcements, or more of an event's work to do, at the next turn."""
+        return self._calls.owes or self.planner.holdings.owes or self.saver.owes
 
     @property
     def idle(self) -> bool:
@@ -186,7 +186,7 @@ class Epoch(Caller):
             count = self.take(self._drain, 0, until_ns)
             self.heard_ns = self._services.clock_ns()
         if owed:
-            self.contain(self._calls.reply, None)
+            self.take(self._calls.reply, None)
         return count
 
     def _drain(self, until_ns: int) -> int:

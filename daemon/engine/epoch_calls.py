@@ -45,6 +45,7 @@ class EpochCalls:
         self._look_up_next(now)
         self.publish()
         self._copy()
+        self.count_puts(parts.saver.ended())
         if slots := parts.saver.next_grant(saving=parts.saving):
             parts.channel.credits.grant(slots)
         self._announce_sessions(now)
@@ -59,6 +60,8 @@ class EpochCalls:
     def publish(self) -> None:
         """Enter in flags and slot tables what the planner published or took back."""
         parts = self._parts
+        if parts.planner.holdings.owes:
+            parts.planner.holdings.settle()
         while (change := parts.planner.next_change()) is not None:
             request = change.request
             if isinstance(change, Broken):

@@ -18,6 +18,7 @@ from .transfers import SaveResult
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
 TRIES = 8  # in a row without a block getting in: about ten seconds of a full store
+ENDS = 64  # at a time of puts that are given up: each has a line
 FORGET_NS = 60_000_000_000  # after a try, however it ended: then a row begins anew
 
 
@@ -81,6 +82,7 @@ class Saver:
         self._returned: list[int] = list(slots)  # to be granted when saving is on
         self._lost = 0
         self._puts: deque[Put] = deque()
+        self._given_up: deque[Put] = deque()  # nothing of them is stored
         self._before = before
         self._busy = False
         self._not_before_ns = 0
@@ -158,13 +160,25 @@ class Saver:
             return []
         put.failed += len(result.again)
         # A store that is gone for all the tries of one put keeps no slots of those behind it.
-        return [self._end(put), *(self._give_up() if self._fruitless >= TRIES else [])]
+        if self._fruitless >= TRIES:
+            self._give_up()
+        return [self._end(put), *self.ended()]
 
-    def _give_up(self) -> list[Put]:
+    def _give_up(self) -> None:
         """Store nothing of what waits."""
-        ends = []
-        while self._puts:
-            put = self._puts.popleft()
+        self._given_up += self._puts
+        self._puts.clear()
+
+    @property
+    def owes(self) -> bool:
+        """Whether `ended` has more."""
+        return bool(self._given_up)
+
+    def ended(self) -> list[Put]:
+        """Return puts of which nothing is stored, a few at a time: an engine may have a put for each slot."""
+        ends = list[Put]()
+        while self._given_up and len(ends) < ENDS:
+            put = self._given_up.popleft()
             put.failed += len(put.blocks)
             ends.append(self._end(put))
         return ends
@@ -188,7 +202,8 @@ class Saver:
     def reset(self, generation: int, before: StoredBefore) -> list[Put]:
         """Drop the saves of older weights; return their puts, but for the one that runs. `before`: as at the start."""
         self.generation, self._before = max(self.generation, generation), before
-        return self._give_up()
+        self._give_up()
+        return self.ended()
 
     def gauges(self) -> dict[str, int]:
         """Count save slots: those that are neither busy nor lost are granted."""
@@ -196,5 +211,5 @@ class Saver:
             "save_slots": len(self._slots),
             "save_slots_busy": len(self._slots) - len(self._granted) - self._lost,
             "save_slots_lost": self._lost,
-            "saves_queued": len(self._puts) + self._busy,
+            "saves_queued": len(self._puts) + len(self._given_up) + self._busy,
         }

@@ -12,7 +12,7 @@ only part of it, and joins neighbours that one request alone holds.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, islice
@@ -20,7 +20,7 @@ from itertools import chain, islice
 import numpy as np
 
 from .copies import Copies
-from .requests import Request
+from .requests import Failure, Request
 from .runs import BlockState, Lane, Run
 
 MAX_TRIES = 1024  # idle runs looked at for one that makes room
@@ -41,12 +41,15 @@ class Blocks:
         self._lost = lost
         self.used = [0, 0]  # slots of each lane that are pinned or being written
         self.pinned = 0
-        self.sole = Counter[int]()  # number of a request -> blocks that it alone pins
+        # By lane: number of a request -> staged blocks that it alone pins, and would free.
+        self.sole = Counter[int](), Counter[int]()
         self.wasted = [0, 0]  # blocks of each lane
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
         self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first
+        self._era = 0
+        self._void = deque[Run]()  # unpinned, of earlier eras: their slots are not free yet
         self.copies = Copies(device_slots, self._runs)
 
     # --- finding ----------------------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ class Blocks:
 
     def add(self, digests: Sequence[bytes], slots: array[int], lane: Lane, first_requester: Request) -> Run:
         """Enter blocks that a store call is about to write into these slots."""
-        run = Run(list(digests), slots[:], lane, first_requester)
+        run = Run(list(digests), slots[:], lane, first_requester, era=self._era)
         if first_requester.announced is not None:
             run.ahead_until_ns = first_requester.announced.until_ns
         self._index.update(zip(digests, slots, strict=True))
@@ -136,12 +139,9 @@ class Blocks:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def gives_back(self, slots: Sequence[int], lane: Lane | None) -> bool:
-        """Whether only one request holds a staged block (of this lane) in these slots, and would free it."""
-        return any(
-            run.pins == 1 and run.state is BlockState.STAGED and (lane is None or run.lane is lane)
-            for run in self.runs(slots)
-        )
+    def alone(self, lane: Lane | None) -> Set[int]:
+        """Return the numbers of the requests that alone hold a staged block (of this lane), and would free it."""
+        return self.sole[lane].keys() if lane is not None else self.sole[0].keys() | self.sole[1].keys()
 
     def pin(self, run: Run, number: int) -> None:
         """Add this request's pin."""
@@ -163,14 +163,31 @@ class Blocks:
                 self._settle(run)
 
     def _change_pins(self, run: Run, change: int, number: int) -> None:
-        if run.pins == 1:
-            self.sole[run.holders] -= len(run)
-            if not self.sole[run.holders]:
-                del self.sole[run.holders]
+        self._count_sole(run, -len(run))
         run.pins += change
         run.holders += number
-        if run.pins == 1:
-            self.sole[run.holders] += len(run)
+        self._count_sole(run, len(run))
+
+    def _count_sole(self, run: Run, blocks: int) -> None:
+        if run.pins == 1 and run.state is BlockState.STAGED:
+            alone = self.sole[run.lane]
+            alone[run.holders] += blocks
+            if not alone[run.holders]:
+                del alone[run.holders]
+
+    def staged(self, run: Run) -> None:
+        """Note that its blocks have arrived."""
+        run.state, run.unloaded = BlockState.STAGED, True
+        self._count_sole(run, len(run))
+        if (request := run.first_requester) is not None:
+            request.fetched_blocks += len(run)
+            request.disk_blocks += run.lane * len(run)
+            run.first_requester = None
+
+    def failed(self, run: Run, failure: Failure | None) -> None:
+        """Note that its blocks will not come."""
+        run.state, run.first_requester, run.failure = BlockState.FAILED, None, failure
+        self.detach(run)
 
     def ahead(self, slots: Sequence[int], until_ns: int) -> None:
         """Note that an announced request staged these slots: what it alone pins makes room for hints, until then."""
@@ -194,9 +211,9 @@ class Blocks:
 
     def detach(self, run: Run) -> None:
         """Take the run out of the index; its slots come back with the last unpin and the end of the call."""
-        if run.detached:
+        if run.era != self._era:
             return
-        run.detached = True
+        run.era = -1
         for digest in run.digests:
             del self._index[digest]
         if run in self._idle:
@@ -204,9 +221,23 @@ class Blocks:
             self._release(run)
 
     def detach_all(self) -> None:
-        for slot in list(self._index.values()):
-            if (run := self._runs[slot]) is not None:
-                self.detach(run)
+        """Take all runs out of the index at once; `free_void` frees the slots of those that no request pins."""
+        self._era += 1
+        self._index.clear()
+        self._void += self._idle
+        self._idle.clear()
+
+    @property
+    def void(self) -> bool:
+        """Whether there is something to do for `free_void`."""
+        return bool(self._void)
+
+    def free_void(self, most: int) -> int:
+        """Free the slots of up to so many runs of earlier eras; return of how many."""
+        count = min(max(0, most), len(self._void))
+        for _ in range(count):
+            self._release(self._void.popleft())
+        return count
 
     def waste_rest(self) -> None:
         """Count every unloaded block as waste: no request will load it."""
@@ -257,11 +288,11 @@ class Blocks:
         self.copies.leave(slots)
 
     def _settle(self, run: Run) -> None:
-        """Make an unpinned run idle, or release it if it is detached; not while a call writes to it."""
+        """Make an unpinned run idle, or release it if the index has it no more; not while a call writes to it."""
         if run.in_call:
             return
         self.used[run.lane] -= len(run)
-        if run.detached:
+        if run.era != self._era:
             self._release(run)
         else:
             self._idle[run] = None
@@ -312,13 +343,17 @@ class Blocks:
                 assert (run.pins, run.holders) == (len(holders[slot]), sum(holders[slot]))
                 assert run.in_call == (slot in in_call)
         idle = {run for run in runs if run.pins == 0 and not run.in_call}
-        assert set(self._idle) == idle
-        assert all(run.state is BlockState.STAGED and not run.detached for run in idle)
-        pairs = [zip(run.digests, run.slots, strict=True) for run in runs if not run.detached]
+        assert {*self._idle, *self._void} == idle
+        assert all(run.state is BlockState.STAGED for run in idle)
+        assert all(run.era == self._era for run in self._idle)
+        pairs = [zip(run.digests, run.slots, strict=True) for run in runs if run.era == self._era]
         assert self._index == dict(chain.from_iterable(pairs))
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
-        assert self.sole == Counter(numbers[0] for numbers in holders.values() if len(numbers) == 1)
+        for lane in Lane:
+            staged = [run for run in runs if run.lane is lane and run.state is BlockState.STAGED]
+            alone = [holders[slot][0] for run in staged for slot in run.slots if len(holders[slot]) == 1]
+            assert self.sole[lane] == Counter(alone)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
         return {slot for run in runs if run.unloaded for slot in run.slots}

@@ -1,9 +1,15 @@
-"""The blocks that each request holds in staging, and how many of them its flag publishes. Pure."""
+"""The blocks that each request holds in staging, and how many of them its flag publishes. Pure.
+
+A request may hold a run for each of its blocks, where an engine hints them in a wrong order.  So one event pins, shows
+or gives back so many runs at most, and `settle` goes on with the rest.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...kv.prompts import Choice
 from .blocks import Blocks
@@ -11,19 +17,94 @@ from .queues import Queues
 from .requests import Broken, Failure, Publication, Request, TakenBack
 from .runs import BlockState, Run
 
+RUNS = 2048  # of one event: some 5 ms
+
+
+class Debt(NamedTuple):
+    """Slots that a request of this number pins and holds no more; it `loaded` these of them.
+
+    `until_ns`: as long as an announcement counts that staged them; otherwise 0.
+    """
+
+    number: int
+    slots: array[int]
+    loaded: Sequence[range] = ()
+    until_ns: int = 0
+
 
 class Holdings:
-    """Pins, publishes and unpins blocks for requests. `changes`: what became of requests, in order."""
+    """Pins, publishes and unpins blocks for requests. `changes`: what became of requests, in order.
+
+    `room`: runs that this event may still pin, show or give back.
+    """
 
     def __init__(self, blocks: Blocks, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
         self.changes: deque[Broken | Publication | TakenBack] = deque()
+        self.room = RUNS
+        self.debts = deque[Debt]()
+        self._behind: dict[Request, int] = {}  # to be advanced further, with the time of their last bytes
+        self._paused = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to do for `settle`, or for another order."""
+        return bool(self._behind) or self._paused or self.owes_slots
+
+    @property
+    def owes_slots(self) -> bool:
+        """Whether `settle` gives slots back."""
+        return bool(self.debts) or self._blocks.void
+
+    def next_change(self) -> Broken | Publication | TakenBack | None:
+        """Return the next change; None at the end of an event."""
+        if self.changes:
+            return self.changes.popleft()
+        self.room = RUNS
+        return None
+
+    def pause(self) -> bool:
+        """Whether this event did its share; then another order goes on."""
+        self._paused = self._paused or self.room <= 0
+        return self.room <= 0
+
+    def settle(self) -> None:
+        """Go on with what earlier events left."""
+        self._paused = False
+        self._pay()
+        if freed := self._blocks.free_void(self.room):
+            self.room -= freed
+            self._queues.changed()
+        while self._behind and self.room > 0:
+            request = next(iter(self._behind))
+            self.advance(request, self._behind.pop(request))
+
+    def _pay(self) -> None:
+        """Unpin slots, the last ones of a request first."""
+        while self.debts and self.room > 0:
+            number, slots, loaded, until_ns = self.debts[0]
+            start = len(slots)
+            while start > 0 and self.room > 0:
+                start = max(0, start - len(self._blocks.at(slots[start - 1])))
+                self.room -= 1
+            part = slots[start:]
+            del slots[start:]
+            for some in loaded:
+                if some and some.stop > start:
+                    self._blocks.loaded(part, max(0, some.start - start), some.stop - start)
+            if until_ns:
+                self._blocks.ahead(part, until_ns)
+            self._blocks.unpin(part, number)
+            self._queues.changed()
+            if not slots:
+                self.debts.popleft()
 
     def pin_known(self, request: Request, stop: int) -> None:
         """Pin the request's next blocks, up to the first that is neither in staging nor on its way."""
-        names, size = request.names, request.prompt.name_bytes
-        while request.issued < stop and (run := self._blocks.find(names, size, request.issued, stop)) is not None:
+        names, size, find = request.names, request.prompt.name_bytes, self._blocks.find
+        while request.issued < stop and self.room > 0 and (run := find(names, size, request.issued, stop)) is not None:
             self.hold(request, run)
+            self.room -= 1
 
     def hold(self, request: Request, run: Run) -> None:
         """Pin the request's next run."""
@@ -31,6 +112,7 @@ class Holdings:
         if request.announced is None:
             run.ahead_until_ns = 0
         request.held.extend(run.slots)
+        request.lanes += bytes([run.lane]) * len(run)
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
         """Publish what the staged blocks show; final once no more will come. `now_ns`: 0 if no bytes arrived."""
@@ -38,21 +120,23 @@ class Holdings:
             return
         held, start = request.held, request.ready
         ready = start
-        for run in self._blocks.runs(held[start:]):
-            if run.state is not BlockState.STAGED:
-                break
+        while ready < len(held) and self.room > 0 and (run := self._blocks.at(held[ready])).state is BlockState.STAGED:
             ready += len(run)
+            self.room -= 1
         request.ready = ready
         if now_ns and ready > start:
             request.first_byte_ns = request.first_byte_ns or now_ns
             request.last_byte_ns = now_ns
             self._blocks.join(held, start, ready)
         if ready < request.issued:
-            if run.state is BlockState.FAILED:
+            run = self._blocks.at(held[ready])
+            if run.state is BlockState.STAGED:
+                self._behind[request] = now_ns or self._behind.get(request, 0)
+            elif run.state is BlockState.FAILED:
                 request.failure = run.failure
                 self.lose(request, range(ready, ready + len(run)))
                 return
-            if request.waits is not run:
+            elif request.waits is not run:
                 run.waiters.append(request)
                 request.waits = run
         final, shown = ready >= request.limit, request.prompt.shown(ready)
@@ -89,6 +173,7 @@ class Holdings:
             self._unpin(request, min(good, choice.entries))
         else:
             request.names, before, request.held = choice.names, request.held, before
+            request.lanes.clear()
             request.ready = request.published = 0
         request.limit, request.waits = choice.entries, None
         request.on_disk = choice.on_disk if 1 in choice.on_disk else b""
@@ -106,8 +191,7 @@ class Holdings:
         self._withdraw(request)
         self.changes.append(TakenBack(request))
         # Nobody looked up the blocks that it found in staging: their runs know the lane.
-        lanes = b"".join(bytes([run.lane]) * len(run) for run in self._blocks.runs(request.held))
-        request.on_disk = lanes + request.on_disk[len(lanes) :]
+        request.on_disk = bytes(request.lanes) + request.on_disk[request.issued :]
         request.ready = request.published = 0
         request.shown = request.prompt.local_blocks
         request.final = False
@@ -117,11 +201,12 @@ class Holdings:
             request.limit = 0
             self.advance(request)
 
-    def drop(self, request: Request) -> None:
-        """Give up all blocks for good."""
+    def drop(self, request: Request, loaded: Sequence[range]) -> None:
+        """Give up all blocks for good; the engine loaded these."""
         self._withdraw(request)
         request.final, request.waits = True, None
-        self._unpin(request, 0)
+        until_ns = request.announced.until_ns if request.announced is not None else 0
+        self._unpin(request, 0, loaded, until_ns)
 
     def _withdraw(self, request: Request) -> None:
         """Drop the publications of this request that nobody carried out yet."""
@@ -129,13 +214,13 @@ class Holdings:
             kept = [each for each in self.changes if not isinstance(each, Publication) or each.request is not request]
             self.changes = deque(kept)
 
-    def _unpin(self, request: Request, start: int) -> None:
+    def _unpin(self, request: Request, start: int, loaded: Sequence[range] = (), until_ns: int = 0) -> None:
         dropped = request.held[start:]
-        del request.held[start:]
-        self._give_back(request, dropped)
+        del request.held[start:], request.lanes[start:]
+        self._give_back(request, dropped, loaded, until_ns)
 
-    def _give_back(self, request: Request, slots: array[int]) -> None:
+    def _give_back(self, request: Request, slots: array[int], loaded: Sequence[range] = (), until_ns: int = 0) -> None:
         """Remove the request's pins of these slots, which it holds no more."""
         if slots:
-            self._blocks.unpin(slots, request.sequence)
-            self._queues.changed()
+            self.debts.append(Debt(request.sequence, slots, loaded, until_ns))
+            self._pay()

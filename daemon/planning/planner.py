@@ -22,7 +22,7 @@ from .blocks import Blocks
 from .holdings import Holdings
 from .queues import Queues, Stop
 from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
-from .runs import BlockState, Lane, Run
+from .runs import Lane, Run
 
 DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 MAX_TRIES = 64  # requests that an engine may have claimed, tried for one slot
@@ -52,10 +52,11 @@ class Planner:
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
-        self._holdings = Holdings(self.blocks, self._queues)
+        self.holdings = Holdings(self.blocks, self._queues)
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
         self._sequence = 0
+        self._taker: Request | None = None  # waits for slots that others gave up for it
         self.block_ns = [0.0, 0.0]  # what a block takes in each lane, as measured; 0 while nothing is known
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ class Planner:
         number = self._sequence
         request = Request(key, prompt, priority, number, prompt.names, arrived_ns, shown=local, announced=announced)
         self.requests[key] = self._numbers[request.sequence] = request
-        self._holdings.pin_known(request, request.blocks)
+        self.holdings.pin_known(request, request.blocks)
         if request.issued:
             prompt.holds(request.issued)
         return request
@@ -84,7 +85,7 @@ class Planner:
         then the caller asks the store for them, and chooses again.
         """
         waits = self.fetch_waits
-        choice = self._holdings.choose(request, request.issued)
+        choice = self.holdings.choose(request, request.issued)
         if not request.ranked and request.announced is None:
             self._queues.rank(request, self.block_ns, waits=waits)
             if request.wants_work:
@@ -93,22 +94,20 @@ class Planner:
 
     def fetch_nothing(self, request: Request) -> None:
         """Show a request no more than its local blocks."""
-        self._holdings.show_nothing(request)
+        self.holdings.show_nothing(request)
 
     def lost(self, request: Request, block: int) -> None:
         """The store has this block of the request no more. It keeps those that are staged, or on their way."""
         if not request.final and request.issued <= block < request.limit:
             request.failure = Failure("lease")
-            self._holdings.lose(request, range(block, block + 1))
+            self.holdings.lose(request, range(block, block + 1))
 
     def ask(self, key: Key) -> None:
         """The scheduler reached this request while it was pending."""
-        request = self.requests.get(key)
-        if request is None or request.asked:
-            return
-        request.asked = True
-        if request.wants_work:
-            self._queues.enter(request)
+        if (request := self.requests.get(key)) is not None and not request.asked:
+            request.asked = True
+            if request.wants_work:
+                self._queues.enter(request)
 
     def stop(self, key: Key) -> list[int]:
         """Order nothing more for this request: the engine recomputes what is neither in staging nor on its way.
@@ -121,9 +120,9 @@ class Planner:
             return []
         request.stopped = True  # of a final request, too: it may lose its blocks
         if request.limit >= 0 and not request.final:
-            self._holdings.pin_known(request, request.limit)
+            self.holdings.pin_known(request, request.limit)
             request.limit = request.issued
-            self._holdings.advance(request)
+            self.holdings.advance(request)
         self._queues.changed()
         return self._last_orders(request)
 
@@ -151,11 +150,7 @@ class Planner:
         """The engine released or cancelled it and `loaded` these blocks. This unpins all of it."""
         request = self.requests.get(key)
         if request is not None:
-            for some in filter(None, loaded):
-                self.blocks.loaded(request.held, some.start, some.stop)
-            if request.announced is not None:
-                self.blocks.ahead(request.held, request.announced.until_ns)
-            self._holdings.drop(request)
+            self.holdings.drop(request, loaded)
             del self.requests[key], self._numbers[request.sequence]
         return request
 
@@ -173,32 +168,21 @@ class Planner:
                 self.blocks.cut(order.slots[at])
         runs, at = list(self.blocks.runs(order.slots)), 0
         for run in runs:
-            ok, at = results[at], at + len(run)
-            if ok:
-                run.state, run.unloaded = BlockState.STAGED, True
-                if run.first_requester is not None:
-                    run.first_requester.fetched_blocks += len(run)
-                    run.first_requester.disk_blocks += run.lane * len(run)
-                    run.first_requester = None
-            else:
-                self._fail(run, failure)
+            self.blocks.staged(run) if results[at] else self.blocks.failed(run, failure)
+            at += len(run)
             self.blocks.returned(run)
         self._wake(runs, now_ns)
 
     def overdue(self, number: int, now_ns: int, failure: Failure | None = None) -> None:
         """An order missed its deadline. Its requests go on without it; its slots wait for fetched()."""
-        order = self._overdue[number] = self._orders.pop(number)
-        self._fail_all(order, now_ns, failure)
+        self._overdue[number] = self._orders.pop(number)
+        self._fail_all(self._overdue[number], now_ns, failure)
 
     def _fail_all(self, order: Order, now_ns: int, failure: Failure | None) -> None:
         runs = list(self.blocks.runs(order.slots))
         for run in runs:
-            self._fail(run, failure)
+            self.blocks.failed(run, failure)
         self._wake(runs, now_ns)
-
-    def _fail(self, run: Run, failure: Failure | None) -> None:
-        run.state, run.first_requester, run.failure = BlockState.FAILED, None, failure
-        self.blocks.detach(run)
 
     def _wake(self, runs: Sequence[Run], now_ns: int) -> None:
         for run in runs:
@@ -206,7 +190,7 @@ class Planner:
             for request in waiters:
                 if request.waits is run:
                     request.waits = None
-                    self._holdings.advance(request, now_ns)
+                    self.holdings.advance(request, now_ns)
         self._queues.changed()
 
     def tick(self) -> None:
@@ -228,19 +212,20 @@ class Planner:
             else:
                 request.limit, request.final = 0, True
         self.blocks.detach_all()
+        self.holdings.settle()
         return ended
 
     def give_up(self, lane: Lane) -> None:
         """This lane can fetch nothing: requests that wait for it go on with the blocks that they have."""
         while (request := self._queues.head(lane)) is not None:
-            self._holdings.stop(request, Failure("overdue"))
+            self.holdings.stop(request, Failure("overdue"))
         self._queues.changed()
 
     # --- publications -----------------------------------------------------------------------------------------------
 
     def next_change(self) -> Broken | Publication | TakenBack | None:
         """Return what became of a request. Call this after every event and order, until None."""
-        return self._holdings.changes.popleft() if self._holdings.changes else None
+        return self.holdings.next_change()
 
     def refused(self, request: Request) -> None:
         """The engine claimed or dropped the flag before a publication, so fetch nothing more for the request."""
@@ -265,10 +250,13 @@ class Planner:
             request = self._queues.head(lane)
             if request is None or (request.announced is not None) is not ahead:
                 break
-            if self._queues.must_yield(lane, request.urgency):
+            taker = self._taker if self._taker is not None and self._taker.wants_work else request
+            if self._queues.must_yield(lane, request.urgency) or taker.urgency < request.urgency:
                 break
             stop = self._issue(request, lane, digests, slots, chunk)
-            self._holdings.advance(request)
+            self.holdings.advance(request)
+            if stop is Stop.LATER:
+                break
             if stop is Stop.LANE:
                 self._queues.enter(request)
             elif stop is not Stop.FULL and ahead:
@@ -302,10 +290,12 @@ class Planner:
     def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], chunk: int) -> Stop:
         """Pin this request's next blocks, and add the absent ones to an order of up to `chunk` blocks."""
         while request.wants_work and (room := chunk - len(slots)) > 0:
-            self._holdings.pin_known(request, request.limit)
+            self.holdings.pin_known(request, request.limit)
             start = request.issued
             if start >= request.limit:
                 break
+            if self.holdings.pause():
+                return Stop.LATER
             request.lane = request.lane_of(start)
             if request.lane is not lane:
                 return Stop.LANE
@@ -317,14 +307,18 @@ class Planner:
                 run = self.blocks.add(wanted[: len(free)], free, lane, request)
                 digests += run.digests
                 slots += free
-                self._holdings.hold(request, run)
+                self.holdings.hold(request, run)
             if stop is not Stop.FULL:
                 return stop
         return Stop.FULL
 
     def _take_slots(self, slots: array[int], count: int, request: Request, lane: Lane) -> Stop:
         """Take slots for `count` blocks of this lane, from other requests if need be; return why it took fewer."""
+        self._taker = None if self._taker is request else self._taker
         while len(slots) < count:
+            if self.holdings.pause():
+                self._taker = request
+                return Stop.LATER
             most = min(count, self.blocks.budget(lane)) - len(slots)
             if most <= 0:
                 if not self._take_back(request, lane):
@@ -340,19 +334,22 @@ class Planner:
 
         Only of a request that is less urgent than the taker, and unclaimed.
         """
-        urgency, alone = taker.urgency, (self._numbers[each] for each in self.blocks.sole)
-        less = [(its, each) for each in alone if (its := each.urgency) > urgency]
-        able = (each for _, each in sorted(less, reverse=True) if self.blocks.gives_back(each.held, lane))
-        tried = islice(able, MAX_TRIES)
+        self._taker = taker if self.holdings.owes_slots else None
+        if self._taker is not None:
+            return False  # these slots come first, and to it
+        urgency, alone = taker.urgency, map(self._numbers.get, self.blocks.alone(lane))
+        less = [(its, each) for each in alone if each is not None and (its := each.urgency) > urgency]
+        self.holdings.room -= len(less) // 4
+        tried = islice((each for _, each in sorted(less, reverse=True)), MAX_TRIES)
         # No engine reads the flag of an announced request.
         request = next((each for each in tried if each.announced is not None or self._flags.take_back(each.key)), None)
         if request is None:
             return False
-        self._holdings.take_back(request)
+        self.holdings.take_back(request)
         if request.wants_work:
             self._queues.enter(request)
         else:  # void since a reset
-            self._holdings.advance(request)
+            self.holdings.advance(request)
         return True
 
     def _serve_in_part(self, request: Request, lane: Lane) -> bool:
@@ -361,12 +358,11 @@ class Planner:
         It ends this request's prefix if the request holds every slot that it may.  Otherwise, if all requests with
         slots wait for each other, it ends the most urgent one's.
         """
-        if self._orders:
+        if self._orders or self.holdings.owes:
             return False
-        held = {slot: run.lane for run in self.blocks.runs(request.held) for slot in run.slots}
-        stuck = [order.lane for order in self._overdue.values() for _ in order.slots]
-        holds_all = len(held) >= self.blocks.slot_count - len(stuck) - self.blocks.lost
-        of_lane = sum(held.values()) >= self.blocks.disk_slots - sum(stuck)
+        stuck = [sum(len(each.slots) for each in self._overdue.values() if each.lane is some) for some in Lane]
+        holds_all = request.issued >= self.blocks.slot_count - sum(stuck) - self.blocks.lost
+        of_lane = request.lanes.count(Lane.DISK) >= self.blocks.disk_slots - stuck[Lane.DISK]
         if not (holds_all or (lane is Lane.DISK and of_lane)):
             if any(each.final and each.held for each in self.requests.values()):
                 return False
@@ -374,7 +370,7 @@ class Planner:
             if not waiting:
                 return False
             request = min(waiting, key=lambda each: each.urgency)
-        self._holdings.stop(request, Failure("no_room"))
+        self.holdings.stop(request, Failure("no_room"))
         return True
 
     # --- what others see --------------------------------------------------------------------------------------------
@@ -396,5 +392,7 @@ class Planner:
             assert [slot for run in runs for slot in run.slots] == list(request.held), "whole runs"
             digests = tuple(digest for run in runs for digest in run.digests)
             assert digests == request.digests(0, request.issued)
+            assert request.lanes == b"".join(bytes([run.lane]) * len(run) for run in runs)
         in_call = {slot for order in (*self._orders.values(), *self._overdue.values()) for slot in order.slots}
-        return self.blocks.check([(each.sequence, each.held) for each in self.requests.values()], in_call)
+        held = [(each.sequence, each.held) for each in self.requests.values()]
+        return self.blocks.check([*held, *(each[:2] for each in self.holdings.debts)], in_call)

@@ -23,6 +23,7 @@ class Stop(enum.Enum):
     LANE = "its next block belongs to the other lane"
     NO_ROOM = "no slot"
     NO_BUDGET = "its lane holds as many slots as it may"
+    LATER = "this event did its share of work"
 
 
 class Queues:

@@ -64,6 +64,7 @@ class Request:
     lane: Lane = Lane.MEMORY  # of the next block to order
     on_disk: bytes = b""  # 1 for each block that lies only on disk; blocks beyond lie in memory
     held: array[int] = field(default_factory=lambda: array("I"))  # slots of [0, issued)
+    lanes: bytearray = field(default_factory=bytearray)  # of these blocks
     waits: Run | None = None  # the loading run at block `ready`
     failure: Failure | None = None  # of the first block that did not come
     taken_back: int = 0  # times

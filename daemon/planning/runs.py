@@ -25,11 +25,11 @@ class BlockState(enum.Enum):
 class Run:
     """Blocks that follow one another in a prompt, with the same state and the same pins.
 
-    `digests`: all of one length.  `pins`: how many requests pin it; `holders`: the sum of their numbers, so with one
-    pin the number of that request.  `detached`: the index no longer has it, and the last unpin frees its slots.
-    `in_call`: a store call may still write to the slots, even if no request wants the blocks.  `ahead_until_ns`: it was
-    announced, and no engine asked for it yet; until then it makes room for hinted requests alone.  `unloaded`: it was
-    fetched, and no request loaded it since.
+    `digests`: all of one length.  `pins`: how many requests pin it; `holders`: the sum of their numbers, so with
+    one pin the number of that request.  `era`: while it is the index's own, the index has it; then the last unpin
+    frees its slots.  `in_call`: a store call may still write to the slots, even if no request wants the blocks.
+    `ahead_until_ns`: it was announced, and no engine asked for it yet; until then it makes room for hinted requests
+    alone.  `unloaded`: it was fetched, and no request loaded it since.
     """
 
     digests: list[bytes]
@@ -39,7 +39,7 @@ class Run:
     state: BlockState = BlockState.LOADING
     pins: int = 0
     holders: int = 0
-    detached: bool = False
+    era: int = 0
     in_call: bool = True
     ahead_until_ns: int = 0
     unloaded: bool = False
@@ -51,5 +51,5 @@ class Run:
 
     def is_like(self, other: Run) -> bool:
         """Whether the two may be one run, if the same requests pin both."""
-        mine = (self.lane, self.detached, self.ahead_until_ns, self.unloaded)
-        return mine == (other.lane, other.detached, other.ahead_until_ns, other.unloaded)
+        mine = (self.lane, self.era, self.ahead_until_ns, self.unloaded)
+        return mine == (other.lane, other.era, other.ahead_until_ns, other.unloaded)

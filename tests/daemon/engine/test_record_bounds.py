@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvprefetch.daemon.engine import saver
+from kvprefetch.daemon.planning import holdings
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.prompts import repeats
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.records import MAX_SAVED_BLOCKS, ProtocolError, RecordKind, Saved
-from tests.daemon.engine.epochs import Engine, digest, make_epoch
+from kvprefetch.shmring.wire.records import MAX_SAVED_BLOCKS, FlagState, ProtocolError, RecordKind, Saved
+from tests.daemon.engine.epochs import Engine, block, digest, later_weights, make_epoch
 from tests.support.encoded import encode_hint
 
 
@@ -61,5 +64,54 @@ def test_save_slots_of_refused_records_stay_out_and_others_come_back() -> None:
     engine.push(RecordKind.SAVED, records.encode_saved(Saved(1, 0, True, slots * 2000, [])))
     assert (engine.epoch.counters["bad_records"], engine.credits.available()) == (1, 0)
     engine.push(RecordKind.SAVED, records.encode_saved(Saved(1, 0, True, slots, [])))
+    assert engine.credits.available() == 4
+    engine.leave()
+
+
+def turns(engine: Engine) -> int:
+    """Return how many turns of the loop it takes until nothing is owed."""
+    count = 0
+    while engine.epoch.owes:
+        engine.epoch.drain(0)
+        count += 1
+    return count
+
+
+def test_the_loop_goes_on_with_what_one_record_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an event may do no more than two blocks' work."""
+    engine = Engine(make_epoch())
+    engine.stage((0, 1), *"abcdefgh")
+    engine.loaded((0, 1), range(8))
+    monkeypatch.setattr(holdings, "RUNS", 2)
+    engine.want((1, 1), *"hgfedcba")
+    while engine.epoch.channel.table.flag(1).state != FlagState.READY:
+        assert not engine.epoch.start_fetch(Lane.MEMORY), "all is staged"
+        assert engine.epoch.owes
+        engine.epoch.drain(0)
+    assert engine.epoch.channel.table.flag(1).count == 8
+    turns(engine)
+    engine.loaded((1, 1), range(8))
+    assert engine.epoch.gauges()["blocks_pinned"] > 0
+    assert engine.epoch.channel.table.flag(1).state == FlagState.FREE, "the engine does not wait for it"
+    assert turns(engine) > 1
+    assert engine.epoch.gauges()["blocks_pinned"] == 0
+    engine.epoch.reset(later_weights())
+    assert turns(engine) > 0
+    assert engine.epoch.gauges()["slots_free"] == 12
+    engine.leave()
+
+
+def test_a_reset_ends_saves_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a line, and an engine may have one for each slot."""
+    monkeypatch.setattr(saver, "ENDS", 1)
+    engine = Engine(make_epoch())
+    for number, slot in enumerate(engine.credits.take(4)):
+        saved = Saved(number, 0, False, [slot], [block("abcd"[number])])
+        engine.push(RecordKind.SAVED, records.encode_saved(saved))
+    engine.epoch.reset(later_weights())
+    assert engine.epoch.gauges()["saves_queued"] > 0
+    assert turns(engine) > 1
+    assert engine.epoch.gauges()["saves_queued"] == 0
+    assert engine.epoch.counters["lost_saves"] == 4
     assert engine.credits.available() == 4
     engine.leave()

@@ -84,6 +84,8 @@ class Planner(module.Planner):
         self.flags, self.stored, self.disk = flags, set[bytes](), set[bytes]()
 
     def carry_out(self) -> None:
+        if self.holdings.owes:
+            self.holdings.settle()
         while (change := self.next_change()) is not None:
             if isinstance(change, Publication) and not self.flags.publish(change):
                 self.refused(change.request)
