@@ -56,7 +56,7 @@ class Fetches:
         bad = self._parts.bad_values
         bad.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         for digest, each in zip(order.digests, outcome, strict=True) if good < len(outcome) else ():
-            if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT):
+            if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.UNREADABLE):
                 bad.add(digest, now, asked_ns=asked_ns)
         failed = None if good == len(outcome) else failure(outcome, self._services.store.aside)
         self._parts.planner.fetched(order.number, arrived, now, failed)

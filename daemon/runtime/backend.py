@@ -50,6 +50,8 @@ class Backend:
         config = self._config
         store = Store(settings, self._log, rpc_timeout_ms=config.rpc_timeout_ms, lease_ns=config.lease_ns)
         self.store = store
+        if self.master is not None and config.disk is not None:
+            store.disk_works = self.master.disk_works
         for attempt in range(OPEN_TRIES):
             account = self.master.opening() if self.master is not None else None
             try:

@@ -28,6 +28,7 @@ from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
 from .sleeping_reads import SleepingReads, Value
 from .storage_nodes import Get, StorageNodes
+from .unreadable import read_apart, shortened
 from .zeros import Borders, holed
 
 Medium = Literal["memory", "disk"]
@@ -58,9 +59,13 @@ class Store(Connection):
         self._sleeping: SleepingReads | None = None
         self._clock = clock
         self.disk = Path(settings.ssd_offload_path) if settings.enable_ssd_offload else None  # this process's own
+        # Tries the embedded store's disk, which is this process's own alone; None: there is none.
+        self.disk_works: Callable[[], bool] | None = None
         self._nodes = StorageNodes(log, clock)
         self._replicas = ReplicaReader(settings.private)
         self._unflushed: OrderedDict[str, None] = OrderedDict()
+        # Removed because of their files on the disk, which Mooncake writes no second time before its next start.
+        self._memory_only: set[str] = set()
         self._flushing = threading.Lock()  # around `_unflushed`
         self._removed = False
         self._pages: list[mmap.mmap] = []  # that Mooncake did not let go of
@@ -137,7 +142,8 @@ class Store(Connection):
 
         OK: exactly `size` bytes arrived, from a replica that lay there before and after (replicas.py).
         CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it; or the checksum,
-        which comes to its address of `sums`, is another one, and the value was removed.  UNDER_WAY: the caller must
+        which comes to its address of `sums`, is another one, and the value was removed.  UNREADABLE: its file on a
+        disk; where the disk is this process's own, the value was removed, and is a MISS.  UNDER_WAY: the caller must
         never use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
         it gives this get up, and `get.dropped` when nobody wants it unless it has begun.  Each key may stand once: of
@@ -149,6 +155,7 @@ class Store(Connection):
             raise ValueError(f"a key stands twice in one get: keys={len(keys)} different={len(set(keys))}")
         get, sleeping = get or Get(), None if sums else self._sleeping
         corrupt: list[str] = []
+        unreadable: list[int] = []
         with self._call() as (client, attempt):
             until_ns = sleeping.leased_until_ns() if sleeping is not None else 0
             before, code = self._replicas.read(client, keys), 0
@@ -170,8 +177,18 @@ class Store(Connection):
                 where = [addresses[i] for i in part]
                 codes = self._move(client, "batch_get_into", some_keys, where, some_sizes, some_sums)
                 code = codes[0]
+
+                def alone(at: int) -> int:
+                    sum_of = some_sums[at : at + 1]
+                    return self._move(client, "batch_get_into", [some_keys[at]], [where[at]], [some_sizes[at]], sum_of)[
+                        0
+                    ]
+
+                bad = read_apart(codes, alone, self.disk_works, lambda: get.late or get.dropped)
+                unreadable.extend(part[at] for at in bad)
                 whole = [size + SUM_BYTES for size in some_sizes] if sums else some_sizes
-                return classify_get(client, some_keys, whole, codes)
+                found = classify_get(client, some_keys, whole, codes)
+                return [ErrorClass.UNREADABLE if at in bad else each for at, each in enumerate(found)]
 
             if self._settings.private:  # all memory is our own, which does not hang
                 results = block(range(len(keys)))
@@ -190,7 +207,15 @@ class Store(Connection):
                 for at in checksums.wrong((addresses[i], sizes[i], sums[i]) for i in good):
                     results[good[at]] = ErrorClass.CORRUPT
                     corrupt.append(keys[good[at]])
+        for i in unreadable:
+            # The own disk's value goes, so that it is stored anew.  Others may have a good replica of a cluster's.
+            removed = self.disk_works is not None
+            self._log.warning("store.unreadable", value=shortened(keys[i]), removed=removed)
+            if removed:
+                results[i] = ErrorClass.MISS
+                corrupt.append(keys[i])
         if corrupt:
+            self._memory_only.update(corrupt)
             with contextlib.suppress(StoreUnavailable):  # else the caller would believe that nothing is under way
                 self.remove(corrupt)
         return results
@@ -214,7 +239,8 @@ class Store(Connection):
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         if self.disk:
             with self._flushing:
-                self._unflushed.update(dict.fromkeys(compress(keys, [each is ErrorClass.OK for each in results])))
+                good = compress(keys, [each is ErrorClass.OK for each in results])
+                self._unflushed.update(dict.fromkeys(key for key in good if key not in self._memory_only))
                 while len(self._unflushed) > _UNFLUSHED_KEYS:
                     self._unflushed.popitem(last=False)
         return results

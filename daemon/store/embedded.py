@@ -111,6 +111,10 @@ class EmbeddedMaster:
         """Say why nothing can be kept on disk, in one line; empty when it can, and without a disk."""
         return disk.watch.fault if (disk := self._disk) is not None else ""
 
+    def disk_works(self) -> bool:
+        """Try the disk now; False without one."""
+        return (disk := self._disk) is not None and not disk.watch.probe()
+
     def fill(self) -> StoreFill | None:
         """Return how full the store was at most a few seconds ago; None while its master does not say it."""
         now = self._fill.now if self._fill is not None else None

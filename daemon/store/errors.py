@@ -30,6 +30,7 @@ class ErrorClass(enum.Enum):
     TRANSFER = "transfer"  # this storage node does not deliver; says nothing of others, or of the master
     UNDER_WAY = "under_way"  # as TRANSFER, and Mooncake may still use the memory: nobody may use it again (give_up.py)
     CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"  # its file cannot be read, and others of that disk can (unreadable.py)
     BUG = "bug"
     NO_SPACE = "no_space"
     WRITE = "write"
@@ -54,9 +55,14 @@ _CLASSES: dict[int, ErrorClass] = {
 }
 
 
+def of_a_disk(code: int) -> bool:
+    """Whether files, buckets or the offload of a storage node's disk are the reason."""
+    return -1400 < code <= -1100
+
+
 def classify(code: int) -> ErrorClass:
     """Return the class of a Mooncake code (mooncake-store `types.h`): 0 and above is OK, unknown ones TRANSIENT."""
-    if -1400 < code <= -1100:  # files, buckets, offload: the disk of one storage node
+    if of_a_disk(code):
         return ErrorClass.TRANSFER
     return ErrorClass.OK if code >= 0 else _CLASSES.get(code, ErrorClass.TRANSIENT)
 

@@ -51,7 +51,7 @@ _NAMES = {
     " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad fetch.slow"
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
-    " store.unflushed disk.small disk.mended disk.failing",
+    " store.unreadable store.unflushed disk.small disk.mended disk.failing",
     "error": "daemon.failed config.invalid engine.refused engine.corrupt engine.fault job.failed master.died",
 }
 LEVELS = tuple(_NAMES)
@@ -59,5 +59,5 @@ EVENTS = {name: level for level, names in _NAMES.items() for name in names.split
 # One fault may repeat these: summed once a second for each engine.
 FLOODS = {
     *("peer.refused", "peers.full", "engine.refused", "record.bad", "door.failed"),
-    *("call.overdue", "job.failed", "store.failed", "store.corrupt"),
+    *("call.overdue", "job.failed", "store.failed", "store.corrupt", "store.unreadable"),
 }
