@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
-from ..shmring.wire.attach import Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
+from ..shmring.wire.attach import Absent, Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of, user_id
 from ..shmring.wire.records import ProtocolError
@@ -34,6 +34,8 @@ PATIENCE_S = 30.0
 FORGET_STEPS = 64
 # Messages about saves that the scheduler side has not taken; it takes them with every step.
 MAX_STORED = 4096
+# Messages about absent blocks that it has not taken.
+MAX_ABSENTS = 64
 
 log = logging.getLogger("vllm.kvprefetch.link")
 
@@ -51,7 +53,7 @@ class Link(Generic[S]):
     Where no daemon listens, the thread calls `start` and tries again.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
     `session` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this session;
-    `stored` collects the daemon's messages about saves.
+    `stored` collects the daemon's messages about saves, `absent` those about blocks that the store lost.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Link(Generic[S]):
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
+        self.absent: deque[Absent] = deque(maxlen=MAX_ABSENTS)
         self.hello, self._path, self._map, self._keep_ended = hello, path, map_session, keep_ended
         self._alone_since, self._daemon_user, self._start = time.monotonic(), daemon_user, start
         self._sock: socket.socket | None = None
@@ -206,6 +209,8 @@ class Link(Generic[S]):
                 self.confirmed_reset = max(self.confirmed_reset, message.reset_generation)
             elif isinstance(message, Stored):
                 self.stored.append(message)
+            elif isinstance(message, Absent):
+                self.absent.append(message)
             elif isinstance(message, Notice):
                 self._logged.add("alone")  # this says more
                 log.warning("kvprefetch: %s", message.text)

@@ -44,7 +44,7 @@ class SchedulerSession:
             raise SegmentCorrupt(
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
-        self.epoch = layout.epoch
+        self.epoch, self.use_again_ns = layout.epoch, attached.use_again_ms * 1_000_000
         words = Words(segment.buffer)
         self.flags = FlagAllocator(segment.buffer, words, layout)
         self.credits = CreditTaker(segment.buffer, words, layout)

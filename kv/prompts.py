@@ -298,10 +298,28 @@ class Prompt:
             digests = self._digests[(blocks.start + base + 1) * ratio - 1 : (blocks.stop + base) * ratio : ratio]
         else:
             digests = self._digests[(blocks + base + 1) * ratio - 1]
-        joined = bytearray(len(blocks) * self.name_bytes)
-        names = np.frombuffer(joined, _type_of_names(self.name_bytes - 1))
-        names["digest"], names["group"] = digests, number
-        return joined
+        return _with_group(digests, number)
+
+
+def names_of_prefix(groups: Groups, hashes: bytes | memoryview, hash_bytes: int, blocks: int) -> bytearray:
+    """Return the names, joined, of all blocks that a prefix of so many blocks needs, group by group.
+
+    `hashes`: the prompt's digests, joined; what proves the prefix (`Group.ahead`) is among the names if they reach it.
+    """
+    digests, joined = np.frombuffer(hashes, _type_of_names(hash_bytes)["digest"]), bytearray()
+    for number, items in enumerate(groups.items(0, blocks * groups.unit_tokens)):
+        ratio, stop = groups.ratio(number), items.stop + groups.groups[number].ahead
+        joined += _with_group(digests[(items.start + 1) * ratio - 1 : stop * ratio : ratio], number)
+    return joined
+
+
+def _with_group(digests: npt.NDArray[Any], number: int) -> bytearray:
+    """Return the names, joined, of the blocks of a group with these digests."""
+    kind = _type_of_names(digests.dtype.itemsize)
+    joined = bytearray(len(digests) * kind.itemsize)
+    names = np.frombuffer(joined, kind)
+    names["digest"], names["group"] = digests, number
+    return joined
 
 
 @cache

@@ -161,7 +161,7 @@ class Group:
         memory, layout, device = epoch.memory, epoch.memory.layout, epoch.memory.device
         attached = partial(Attached, epoch=epoch.number, slot_count=layout.slot_count, device_slots=layout.device_slots)
         if peer is self.scheduler:
-            message = attached(segment_bytes=layout.total_bytes, slot_bytes=0)
+            message = attached(segment_bytes=layout.total_bytes, slot_bytes=0, use_again_ms=epoch.use_again_ms)
             return message, [memory.control.fd, memory.doorbell.fd]
         assert peer.hello is not None
         rank = peer.hello.rank

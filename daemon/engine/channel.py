@@ -15,7 +15,7 @@ from ...shmring.layout import Layout, pages_of
 from ...shmring.liveness import Liveness
 from ...shmring.ring import Consumer
 from ...shmring.segment import Segment
-from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError, Saved
+from ...shmring.wire.records import Done, FlagState, Hint, ProtocolError, Saved, Used
 from ..planning.requests import Key, Publication
 
 MAX_EXCHANGES = 16  # tries; an honest engine rarely changes the flag between the daemon's load and its exchange
@@ -165,6 +165,14 @@ class Channel:
         count = len(self._groups.groups)
         if any(name[-1] >= count for name in saved.names):
             raise ProtocolError(f"saved block of an unknown KV group: groups={count}")
+
+    def check_used(self, used: Used) -> None:
+        """Raise ProtocolError for a number of digests that is not that of its blocks, and for one that repeats."""
+        digests = len(used.hashes) // used.hash_bytes
+        if used.blocks > MAX_COUNT or digests != self._groups.digests(used.blocks):
+            raise ProtocolError(
+                f"used prefix does not fit its blocks: blocks={used.blocks} max={MAX_COUNT} digests={digests}"
+            )
 
     def check_done(self, done: Done) -> None:
         """Raise ProtocolError for an end that names what the segment does not have."""

@@ -75,6 +75,11 @@ class Epoch(Caller):
         return self._calls.owes or self.planner.holdings.owes or self.saver.owes
 
     @property
+    def use_again_ms(self) -> int:
+        """Return after which time the engine says again that it uses a prefix: a bit later than the daemon asks."""
+        return max(1, self._services.config.lease_ns * 11 // 20_000_000)
+
+    @property
     def idle(self) -> bool:
         """No call touches this epoch's memory."""
         return self.running == 0
@@ -220,6 +225,10 @@ class Epoch(Caller):
                 saved = records.decode_saved(record.payload)
                 self.channel.check_saved(saved)
                 self._calls.count_puts(self.saver.saved(saved, saving=self.parts.saving))
+        elif record.kind == RecordKind.USED:
+            used = records.decode_used(record.payload)
+            self.channel.check_used(used)
+            self._calls.used(used.hashes, used.hash_bytes, used.blocks, self._services.clock_ns())
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
@@ -245,6 +254,8 @@ class Epoch(Caller):
             self.planner.fetch_nothing(request)
         else:
             self._calls.look_up(request, now)
+        if hint.local_blocks and not self.closing:
+            self._calls.used(hint.hashes, hint.hash_bytes, hint.local_blocks, now)
 
     def _done(self, done: records.Done) -> None:
         self.channel.check_done(done)
@@ -318,6 +329,7 @@ class Epoch(Caller):
         lost = self.saver.reset(reset.reset_generation, parts.reasons.stored)
         parts.ahead.reset()
         parts.sessions.clear()
+        parts.look_ups.leases.clear()
         for request in self.planner.reset():
             self._write(request, Ending.RESET)
         parts.send(ResetDone(reset_generation=reset.reset_generation))

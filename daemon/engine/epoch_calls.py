@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...kv.prompts import Prompt
-from ...shmring.wire import admin
+from ...kv.prompts import Prompt, names_of_prefix
+from ...shmring.wire import admin, attach
 from ...shmring.wire.admin import Announce, Outcome
 from ...shmring.wire.records import Hint
 from ..planning.requests import Broken, Request, TakenBack
@@ -19,7 +19,7 @@ from ..telemetry.metrics import ANNOUNCED_RESULTS
 from ..work.calls import Call, Caller, Kind
 from . import transfers
 from .epoch_parts import EpochParts
-from .lookups import Answer, Batch, Lost
+from .lookups import Absent, Answer, Batch, Lost
 from .promoter import DeviceJob
 from .reasons import LOST
 from .saver import Put
@@ -100,11 +100,10 @@ class EpochCalls:
             self.answer(self._parts.look_ups.give_up(now_ns), now_ns)
             return
         parts, look_ups = self._parts, self._parts.look_ups
-        asks = parts.mode == "on" and not look_ups.keeps
+        asks = parts.mode == "on" and not look_ups.leases.waiting
         if asks and (chain := parts.sessions.next_lease(now_ns)) is not None:
-            groups = parts.engine.groups
-            blocks = range(chain.blocks(groups))
-            look_ups.keep(Prompt(groups, chain.hashes, blocks, room=1 << 30, staged=_not_staged))
+            blocks = chain.blocks(parts.engine.groups)
+            self._ask_again(chain.hashes, chain.hash_bytes, blocks, now_ns, held=False)
         if (batch := look_ups.next_batch(now_ns)) is not None:
             store, config = self._services.store, self._services.config
             media = not batch.renewal and (config.disk is not None or config.mooncake_config is not None)
@@ -120,13 +119,49 @@ class EpochCalls:
     def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found, now = None if isinstance(result, BaseException) else result, self._services.clock_ns()
         self.answer(self._parts.look_ups.answered(batch, found, now), now)
-        self._parts.counters.reach("kept_blocks", self._parts.look_ups.kept_blocks)
+        self._parts.counters.reach("kept_blocks", self._parts.look_ups.leases.blocks)
 
-    def answer(self, answers: Sequence[Answer | Lost], now_ns: int) -> None:
+    def used(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int) -> None:
+        """A request uses so many leading blocks of the engine's own cache: have the store keep them, too."""
+        if self._parts.mode == "on" and self._services.store.answering:
+            self._ask_again(hashes, hash_bytes, blocks, now_ns, held=True)
+
+    def _ask_again(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int, *, held: bool) -> None:
+        if now_ns >= self._services.full_until_ns:
+            names = names_of_prefix(self._parts.engine.groups, hashes, hash_bytes, blocks)
+            self._parts.look_ups.leases.use(names, hash_bytes + 1, now_ns, held=held)
+
+    def _used_staged(self, request: Request, now_ns: int) -> None:
+        """A request uses blocks that were in staging when it was looked up, without a question to the store."""
+        if request.announced is None and now_ns >= self._services.full_until_ns and self._services.store.answering:
+            size = request.prompt.name_bytes
+            self._parts.look_ups.leases.use(request.names[: request.issued * size], size, now_ns)
+
+    def _tell_absent(self, names: Sequence[bytes]) -> None:
+        """Have the engine save these blocks again, if they are in its cache, and nobody is saving them."""
+        parts = self._parts
+        if parts.engine.scheduler.saves and parts.saving:
+            putting = parts.saver.putting()
+            absent = [name for name in names if name not in putting]
+            for start in range(0, len(absent), attach.MAX_ABSENT):
+                some = absent[start : start + attach.MAX_ABSENT]
+                message = attach.Absent(
+                    epoch=parts.memory.layout.epoch,
+                    reset_generation=parts.saver.generation,
+                    saved_records=parts.saver.records,
+                    name_bytes=len(some[0]),
+                    names=b"".join(some).hex(),
+                )
+                parts.send(message)
+
+    def answer(self, answers: Sequence[Answer | Lost | Absent], now_ns: int) -> None:
         """Take what look-ups found out."""
         parts, store, sizes = self._parts, self._services.store, self._services.pools.sizes
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
+            if isinstance(answer, Absent):
+                self._tell_absent(answer.names)
+                continue
             request = answer.request
             if isinstance(answer, Lost):
                 parts.planner.lost(request, answer.block)
@@ -140,6 +175,8 @@ class EpochCalls:
             parts.channel.table.set_found(request.key[0], choice.blocks)
             if answer.again:
                 continue
+            if request.issued:
+                self._used_staged(request, now_ns)
             missing = None
             if not answer.unavailable:
                 missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
@@ -276,6 +313,9 @@ class EpochCalls:
         pools.rates.saves.add(result.stored * size)
         if result.lost:
             parts.log.warning("slots.lost", call="save", blocks=result.lost)
+        parts.look_ups.leases.put([name for name, _ in put.blocks])
+        if result.again:  # a store that is full of leases finds room once some of them end
+            self._services.full_until_ns = now + self._services.config.lease_ns
         self.count_puts(parts.saver.stored(put, result, now, saving=parts.saving))
 
     def count_puts(self, ended: Sequence[Put]) -> None:
@@ -329,8 +369,3 @@ class EpochCalls:
         """Log why there is no device cache any more, if there is a reason."""
         if error:
             self._parts.log.warning("device.off", error=error)
-
-
-def _not_staged(_: bytes) -> bool:
-    """Have the store asked for each block, since the question keeps its lease."""
-    return False

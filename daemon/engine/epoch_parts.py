@@ -35,7 +35,10 @@ SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots
 
 @dataclass(eq=False)
 class Services:
-    """What the daemon lends to its epochs. A reload replaces `config`."""
+    """What the daemon lends to its epochs. A reload replaces `config`.
+
+    `full_until_ns`: until then no lease is renewed for what engines hold, as the store refused a put for want of room.
+    """
 
     config: DaemonConfig
     store: Store
@@ -46,6 +49,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.histories = Histories()
+        self.full_until_ns = 0
 
 
 class EpochParts:

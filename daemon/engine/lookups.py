@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from ...kv.prompts import Prompt
 from ..planning.bad_values import BadValues
 from ..planning.requests import Key, Request, Urgency
+from .leases import Leases, Part
 from .transfers import Found
 
 BATCH_DIGESTS = 1024  # of one store call, about a millisecond; of a part that is renewed
@@ -30,8 +30,6 @@ SLICE_DIGESTS = 4096  # of the later ones: a call of 10 ms, or of 35 where it as
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
 MOST_KEYS = 16384  # of one question: a block has a key for each of its shards
-KEPT_NS = 50_000  # per digest of prompts that no request wants yet, and a second's worth at once
-KEPT_BURST_NS = 1_000_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -58,18 +56,15 @@ class Question(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Questions for one store call. `renewal`: the store had all these blocks before.
-
-    Or, in place of questions, the next blocks of the prompt that is `kept`.
-    """
+    """Questions for one store call. `renewal`: the store had all these blocks before, and those of `parts`."""
 
     questions: Sequence[Question]
     renewal: bool
-    kept: Sequence[bytes] = ()
+    parts: Sequence[Part] = ()
 
     @property
     def digests(self) -> list[Sequence[bytes]]:
-        return [self.kept] if self.kept else [question.digests for question in self.questions]
+        return [*(question.digests for question in self.questions), *(part.names for part in self.parts)]
 
 
 class Answer(NamedTuple):
@@ -90,6 +85,12 @@ class Lost(NamedTuple):
     block: int
 
 
+class Absent(NamedTuple):
+    """Blocks that the engine used, and that the store has no more."""
+
+    names: Sequence[bytes]
+
+
 class LookUps:
     """Questions from a hint to its answer. The caller applies the answers in order."""
 
@@ -107,10 +108,8 @@ class LookUps:
         self._renewing: list[tuple[Urgency, int, Key]] = []  # due parts
         self._room = RENEWED_PER_TICK  # digests
         self._new_before = 0  # digests of the last batch, if it was of new requests: then renewals have their turn
-        self._kept: Prompt | None = None  # no request wants it yet
-        self._kept_ns = 0  # when its next part may be asked for
         self._flight: Batch | None = None
-        self.kept_blocks = 0  # that the store has been asked for, and no request wants yet
+        self.leases = Leases(lease_ns)
 
     @property
     def queued(self) -> int:
@@ -142,38 +141,12 @@ class LookUps:
             return None
         turn = self._new_before > 0
         for renewal in (turn, not turn):
-            if questions := self._due(now_ns) if renewal else self._new(now_ns):
-                self._new_before = 0 if renewal else sum(len(question.digests) for question in questions)
-                self._flight = Batch(questions, renewal)
-                return self._flight
-        return self._keep(now_ns)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a prompt is being asked for that no request wants yet."""
-        return self._kept is not None
-
-    def keep(self, prompt: Prompt) -> None:
-        """Ask for a prompt that no request wants yet, while there is nothing else to ask for."""
-        self._kept = prompt
-
-    def _keep(self, now_ns: int) -> Batch | None:
-        if self._kept is None or now_ns < self._kept_ns:
-            return None
-        if not (names := self._kept.next(self._part)):
-            self._kept = None
-            return None
-        self._kept_ns = max(self._kept_ns, now_ns - KEPT_BURST_NS) + KEPT_NS * len(names)
-        self._flight = Batch((), True, names)
-        return self._flight
-
-    def _keep_on(self, batch: Batch, found: Sequence[Found] | None) -> None:
-        """Go on with the prompt that is kept, up to what the store has of it."""
-        self.kept_blocks += 0 if found is None else len(batch.kept)
-        if self._kept is not None and found is not None:
-            self._kept.found(found[0].present, b"")
-        else:
-            self._kept = None
+            batch = self._due(now_ns) if renewal else Batch(self._new(now_ns), renewal)
+            if batch.questions or batch.parts:
+                self._new_before = 0 if renewal else sum(map(len, batch.digests))
+                self._flight = batch
+                return batch
+        return None
 
     def _new(self, now_ns: int) -> list[Question]:
         questions: list[Question] = []
@@ -190,7 +163,7 @@ class LookUps:
                 room -= len(questions[-1].digests)
         return questions
 
-    def _due(self, now_ns: int) -> list[Question]:
+    def _due(self, now_ns: int) -> Batch:
         """Ask for parts that are due, the most urgent request's first; each is due again half a lease later.
 
         As many digests as the batch before this one, which take a fifth of its time, or RENEWED_AT_ONCE.
@@ -206,27 +179,35 @@ class LookUps:
                 questions.append(Question(request, digests, blocks.start))
                 room -= len(blocks)
                 self._room -= len(blocks)
-        return questions
+        parts: list[Part] = []
+        while (held := self.leases.next(min(room, self._part))) is not None:
+            parts.append(held)
+            room -= len(held.names)
+            self._room -= len(held.names)
+        return Batch(questions, True, parts)
 
-    def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost]:
+    def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost | Absent]:
         """Take what was found for each question of a batch; None: the store cannot say."""
         if batch is not self._flight:
             return []  # given up before
         self._flight = None
-        if batch.kept:
-            self._keep_on(batch, found)
-            return []
-        answers = list[Answer | Lost]()
-        for question, each in zip(batch.questions, found or repeat(None, len(batch.questions)), strict=True):
+        answers = list[Answer | Lost | Absent]()
+        rest = iter(found) if found is not None else repeat(None)
+        for question, each in zip(batch.questions, rest, strict=False):
             first = -1 if each is None else each.present.find(0)
             if not self._lives(question.request):
                 continue
+            if each is not None:
+                self.leases.asked(question.digests, each.present, now_ns)
             if question.asking is None:
                 answers += self._lost(question, first) if first >= 0 else []
             elif each is None:
                 answers.append(self._give_up(question.asking, now_ns))
             else:
                 answers += self._found(question.asking, question.digests, each, now_ns)
+        for part, each in zip(batch.parts, rest, strict=False):
+            if absent := self.leases.answered(part, None if each is None else each.present):
+                answers.append(Absent(absent))
         return answers
 
     def _found(self, asking: Asking, digests: Sequence[bytes], found: Found, now_ns: int) -> list[Answer]:

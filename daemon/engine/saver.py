@@ -84,7 +84,8 @@ class Saver:
         self._puts: deque[Put] = deque()
         self._given_up: deque[Put] = deque()  # nothing of them is stored
         self._before = before
-        self._busy = False
+        self._running: Put | None = None
+        self.records = 0  # SAVED records that it took
         self._not_before_ns = 0
         self._pause_ns = PAUSE_NS[0]
         self._fruitless = 0  # tries in a row in which no block got in, the last one at `_tried_ns`
@@ -97,6 +98,7 @@ class Saver:
 
         Raises ProtocolError for slots that are not granted.
         """
+        self.records += 1
         slots = record.slots
         if len(set(slots)) != len(slots) or not self._granted.issuperset(slots):
             raise ProtocolError(f"slots were not granted: slots={slots[:8]}")
@@ -120,14 +122,13 @@ class Saver:
 
     def waiting(self, now_ns: int) -> bool:
         """Whether a put waits for next_put(): none runs, and a full store's pause is over."""
-        return not self._busy and bool(self._puts) and now_ns >= self._not_before_ns
+        return self._running is None and bool(self._puts) and now_ns >= self._not_before_ns
 
     def next_put(self, most_blocks: int) -> Put | None:
         """Return the put that waits, of at most so many blocks; None where that is 0."""
         if most_blocks <= 0:
             return None
-        self._busy = True
-        put = self._puts.popleft()
+        self._running = put = self._puts.popleft()
         if len(put.blocks) > most_blocks and not put.tries:
             self._puts.appendleft(put.cut(most_blocks))
         return put
@@ -137,7 +138,7 @@ class Saver:
 
         Later keys do not name the values of older weights, so the engine hears that they are lost.
         """
-        self._busy, older = False, put.save.generation < self.generation
+        self._running, older = None, put.save.generation < self.generation
         if now_ns - self._tried_ns > FORGET_NS:
             self._fruitless, self._pause_ns = 0, PAUSE_NS[0]
         self._tried_ns = now_ns
@@ -163,6 +164,11 @@ class Saver:
         if self._fruitless >= TRIES:
             self._give_up()
         return [self._end(put), *self.ended()]
+
+    def putting(self) -> set[bytes]:
+        """Return the names of all blocks that are being put, or wait for it."""
+        puts = [*self._puts, *filter(None, [self._running])]
+        return {name for put in puts for name, _ in put.blocks}
 
     def _give_up(self) -> None:
         """Store nothing of what waits."""
@@ -211,5 +217,5 @@ class Saver:
             "save_slots": len(self._slots),
             "save_slots_busy": len(self._slots) - len(self._granted) - self._lost,
             "save_slots_lost": self._lost,
-            "saves_queued": len(self._puts) + len(self._given_up) + self._busy,
+            "saves_queued": len(self._puts) + len(self._given_up) + (self._running is not None),
         }

@@ -75,7 +75,7 @@ CATALOGUE: dict[str, Described] = {
         values=ANNOUNCED,
     ),
     "announced_blocks": _counter("Blocks of announced prompts, by result", ("result",)),
-    "kept_blocks": _counter("Blocks of sessions that the store was asked for, which keeps their leases"),
+    "kept_blocks": _counter("Blocks that sessions or engines hold, which the store was asked for to keep their leases"),
     "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer"),
     "hidden_seconds": _counter("Of these, the part that made no scheduler wait"),
     "saved_blocks": _counter("Blocks put into the store"),

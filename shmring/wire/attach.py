@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from ...kv import MAX_GROUPS
 from .checks import KeyPrefix, Packet, shown
 
+MAX_ABSENT = 400  # names in one message: 52 KiB of the longest
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
 # Names the weights of an engine since its last reset, in its keys; empty: those of its start.
 Weights = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
@@ -128,6 +129,8 @@ class Attached(Packet):
     slot_bytes: int = Field(ge=0)
     device_slots: int = Field(default=0, ge=0, le=(1 << 32) - 1)
     live_epochs: list[int] = Field(default_factory=list)  # of the scheduler's hello
+    # Half of the store's lease, and a bit: so much later the scheduler says again that it uses the same blocks.
+    use_again_ms: int = Field(default=5_500, ge=1)
 
 
 class Mapped(Packet):
@@ -167,6 +170,21 @@ class Stored(Packet):
     memory: list[int] = Field(default_factory=list)
     disk: list[int] = Field(default_factory=list)
     lost: list[int] = Field(default_factory=list)
+
+
+class Absent(Packet):
+    """Blocks that requests used, and that the store has no more for every rank: the scheduler saves those it holds.
+
+    `names`: as in SAVED, joined, in hex.  The daemon had taken so many SAVED records of this epoch, and put none of
+    these blocks meanwhile.  It may drop this message: it asks the store again when the blocks are used again.
+    """
+
+    type: Literal["absent"] = "absent"
+    epoch: int = Field(ge=1)
+    reset_generation: int = Field(ge=0)
+    saved_records: int = Field(ge=0)
+    name_bytes: int = Field(ge=2, le=65)
+    names: str = Field(pattern=r"^([0-9a-f]{2})+$", max_length=2 * 65 * MAX_ABSENT)
 
 
 class Notice(Packet):

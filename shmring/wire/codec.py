@@ -20,7 +20,7 @@ from .records import PROTOCOL, ProtocolError
 MAX_MESSAGE_BYTES = 1 << 16
 
 FromEngine = attach.Hello | attach.Mapped | attach.Reset
-ToEngine = attach.Refused | attach.Attached | attach.ResetDone | attach.Stored | attach.Notice
+ToEngine = attach.Refused | attach.Attached | attach.ResetDone | attach.Stored | attach.Absent | attach.Notice
 Order = admin.SetMode | admin.Reload | admin.Remove
 Query = admin.StatusQuery | admin.StatQuery | Order | admin.EngineQuery | admin.Announce
 Answer = admin.Status | admin.Segments | admin.Removed | admin.Engine | admin.Outcome | admin.Report

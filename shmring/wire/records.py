@@ -60,6 +60,7 @@ class RecordKind(enum.IntEnum):
     ASK = 2
     DONE = 3
     SAVED = 4
+    USED = 5
 
 
 class Outcome(enum.IntEnum):
@@ -86,6 +87,8 @@ HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s16s")
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
 _DONE = struct.Struct("<BBxxIIIIxxxxQQQQQQ")
+# version, hash bytes, blocks
+_USED = struct.Struct("<BxHI")
 # version, bytes of a name, dropped, blocks, reset generation, save id
 _SAVED = struct.Struct("<BxHBxxxIxxxxQQ")
 
@@ -162,6 +165,17 @@ class Saved(NamedTuple):
     names: list[bytes]
 
 
+class Used(NamedTuple):
+    """A request uses so many leading blocks of the engine's own cache, and no hint says so. `hashes`: as in a hint.
+
+    The daemon asks the store for them, so that it keeps them; the engine repeats this for a prefix twice a lease.
+    """
+
+    blocks: int
+    hash_bytes: int
+    hashes: bytes
+
+
 def session_digest(session_id: str) -> bytes:
     """Return the 16 bytes that stand for a session's id in a hint."""
     return hashlib.blake2b(session_id.encode(errors="replace"), digest_size=len(NO_SESSION)).digest()
@@ -233,6 +247,19 @@ def decode_saved(payload: memoryview) -> Saved:
     starts = [] if dropped else range(_SAVED.size + blocks * 4, wanted, name_bytes)
     names = [bytes(payload[start : start + name_bytes]) for start in starts]
     return Saved(save_id, reset_generation, bool(dropped), slots, names)
+
+
+def encode_used(blocks: int, hashes: Sequence[bytes]) -> bytes:
+    return b"".join((_USED.pack(PROTOCOL, len(hashes[0]), blocks), *hashes))
+
+
+def decode_used(payload: memoryview) -> Used:
+    """Parse a USED record. Raises ProtocolError."""
+    _, hash_bytes, blocks = _unpack(_USED, payload)
+    size = len(payload) - _USED.size
+    if not 1 <= hash_bytes <= MAX_HASH_BYTES or size <= 0 or size % hash_bytes or blocks == 0:
+        raise ProtocolError(f"used size differs: bytes={len(payload)} hash_bytes={hash_bytes} blocks={blocks}")
+    return Used(blocks, hash_bytes, bytes(payload[_USED.size :]))
 
 
 def _unpack(record: struct.Struct, payload: memoryview) -> tuple[Any, ...]:

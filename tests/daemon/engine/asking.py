@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvprefetch.daemon.engine.lookups import Answer, Batch, LookUps, Lost
+from kvprefetch.daemon.engine.lookups import Absent, Answer, Batch, LookUps, Lost
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.requests import Key, Request
@@ -28,8 +28,10 @@ class Setup:
             self.planner.requests, self.bad_values, timeout_ns=4 * SECOND, lease_ns=10 * SECOND, shards=shards
         )
 
-    def apply(self, answers: Sequence[Answer | Lost]) -> None:
+    def apply(self, answers: Sequence[Answer | Lost | Absent]) -> None:
         for answer in answers:
+            if isinstance(answer, Absent):
+                continue
             key = answer.request.key
             if isinstance(answer, Lost):
                 self.renewals[key] = answer.block

@@ -124,7 +124,8 @@ class Setup(Engine):
     def __init__(self) -> None:
         self.now, self.pools = SECOND_NS, Pools()
         self.names: list[bytes] = []  # of the last hint
-        self.lies: dict[bytes, tuple[int, int]] = {}  # whether the store has a block, and on disk alone
+        # Whether the store has a block, and on disk alone; local ones, which are asked for after the others, it has.
+        self.lies: dict[bytes, tuple[int, int]] = {}
         super().__init__(make_epoch(None, self.pools, lambda: self.now, chunk_blocks=12, groups=GROUPS))
 
     def hinted(self, number: int, *names: str, local: int = 0) -> Any:
@@ -140,7 +141,7 @@ class Setup(Engine):
     def answer(self) -> None:
         while self.pools.calls and self.pools.calls[-1].kind is CallKind.LOOK_UP:
             run: Any = self.pools.calls[-1].run
-            answers = [[self.lies[name] for name in question] for question in run.args[2]]
+            answers = [[self.lies.get(name, (1, 0)) for name in question] for question in run.args[2]]
             self.pools.end([Found(bytes(a for a, _ in each), bytes(b for _, b in each)) for each in answers])
 
     def fetched(self, *outcome: ErrorClass) -> None:

@@ -1,0 +1,160 @@
+"""Which blocks of one engine the store is asked for again, so that it does not evict them first.
+
+Pure.  Mooncake evicts the values whose lease ended longest ago, and only a question or a get renews a lease.  What the
+engine's own cache or staging has needs neither, so the hottest blocks would go first.  Blocks that a request used are
+asked for here, and those of a session's prompt that may come back.  Each is asked for at most twice a lease, however
+many requests use it.
+
+Of what the engine holds, an absent block is said: the engine saves it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PLACES = 1 << 18  # a power of two, of 16 bytes each; a page of them is memory only once it is used
+MOST_NAMES = 1 << 16  # that wait to be asked for; more are asked for when they are used again
+HEAD_BYTES = 8  # of a name: its key
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(eq=False, slots=True)
+class _Chain:
+    """The names of a prompt's blocks that are to be asked for, joined. `held`: by the engine, which can save them."""
+
+    names: bytes
+    name_bytes: int
+    held: bool
+    asked: int = 0  # bytes of the names
+
+
+class Part(NamedTuple):
+    """The next names of a chain, for one question. `reset`: the number of the last reset then."""
+
+    names: Sequence[bytes]
+    chain: _Chain
+    reset: int
+
+
+class Leases:
+    """`lease_ns`: of the store."""
+
+    def __init__(self, lease_ns: int) -> None:
+        self._again_ns = lease_ns // 2
+        # One place for each block; a newer one there replaces it, and is asked for early.
+        self._keys, self._asked_ns = np.zeros(PLACES, np.uint64), np.zeros(PLACES, np.int64)
+        self._chains: deque[_Chain] = deque()
+        self._names = 0  # of the chains that wait
+        self._resets = 0
+        self._out = 0  # parts that are not answered
+        self._put: set[bytes] = set()  # names whose put ended since the oldest of these went out
+        self.blocks = 0  # that the store was asked for
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to ask for."""
+        return bool(self._chains)
+
+    def use(self, names: bytes | bytearray, name_bytes: int, now_ns: int, *, held: bool = True) -> None:
+        """Have the store asked for blocks that a request used, unless it was within half a lease.
+
+        Names are joined.  Without `held` no part of the chain is asked for behind its first absent block.
+        """
+        if name_bytes <= HEAD_BYTES or not names:
+            return
+        keys = _keys(names, name_bytes)
+        places = _places(keys)
+        due = np.flatnonzero((self._keys[places] != keys) | (self._asked_ns[places] <= now_ns - self._again_ns))
+        if (room := MOST_NAMES - self._names) and len(due):
+            due = due[:room]
+            self._keys[places[due]], self._asked_ns[places[due]] = keys[due], now_ns
+            chain = _Chain(np.frombuffer(names, f"V{name_bytes}")[due].tobytes(), name_bytes, held)
+            self._chains.append(chain)
+            self._names += len(due)
+
+    def asked(self, names: Sequence[bytes], present: bytes, now_ns: int) -> None:
+        """Note that the store was asked for these names, with a byte for each: 0 where it has it not."""
+        if names and len(names[0]) > HEAD_BYTES:
+            keys = _keys(b"".join(names), len(names[0]))
+            if 0 in present:
+                keys = keys[np.frombuffer(present, np.bool_)]
+            places = _places(keys)
+            self._keys[places], self._asked_ns[places] = keys, now_ns
+
+    def next(self, most: int) -> Part | None:
+        """Return up to so many names to ask for; None where there are none."""
+        if not self._chains or most <= 0:
+            return None
+        chain = self._chains[0]
+        size, start = chain.name_bytes, chain.asked
+        part = np.frombuffer(chain.names[start : start + most * size], f"V{size}").tolist()
+        chain.asked += len(part) * size
+        if chain.asked == len(chain.names):
+            self._chains.popleft()
+        self._names -= len(part)
+        self._out += 1
+        return Part(part, chain, self._resets)
+
+    def put(self, names: Sequence[bytes]) -> None:
+        """Note that a put of these blocks has ended: a question that went out before cannot say that they are lost."""
+        if self._out:
+            self._put.update(names)
+
+    def answered(self, part: Part, present: bytes | None) -> Sequence[bytes]:
+        """Take a byte for each name, or None where the store cannot say; return the names that the engine has to save.
+
+        The caller leaves out those that are being put now.
+        """
+        self._out -= 1
+        put: Collection[bytes] = self._put
+        if not self._out:
+            self._put = set()
+        if part.reset != self._resets:
+            return ()
+        if present is None:
+            self._forget(part)
+            return ()
+        self.blocks += len(part.names)
+        if 0 not in present:
+            return ()
+        if not part.chain.held:
+            self._drop(part.chain)
+            return ()
+        return [name for name in compress(part.names, (not there for there in present)) if name not in put]
+
+    def _forget(self, part: Part) -> None:
+        """These were not asked for: the next use asks."""
+        self._keys[_places(_keys(b"".join(part.names), part.chain.name_bytes))] = 0
+
+    def _drop(self, chain: _Chain) -> None:
+        if self._chains and self._chains[0] is chain:
+            self._names -= (len(chain.names) - chain.asked) // chain.name_bytes
+            self._chains.popleft()
+
+    def clear(self) -> None:
+        """Forget all: the names are of other weights now."""
+        self._keys = np.zeros(PLACES, np.uint64)
+        self._chains.clear()
+        self._names = 0
+        self._resets += 1
+
+
+def _keys(names: bytes | bytearray | memoryview, name_bytes: int) -> npt.NDArray[np.uint64]:
+    """Return a number for each of these joined names."""
+    kind = np.dtype(
+        {"names": ["head", "group"], "formats": ["<u8", "u1"], "offsets": [0, name_bytes - 1], "itemsize": name_bytes}
+    )
+    found = np.frombuffer(names, kind)
+    keys: npt.NDArray[np.uint64] = found["head"] ^ found["group"] * _MIX
+    return keys
+
+
+def _places(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    return (keys & np.uint64(PLACES - 1)).view(np.int64)
