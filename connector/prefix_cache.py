@@ -38,3 +38,7 @@ class PrefixCache(LocalCache):
 
     def holds(self, block_id: int, name: bytes) -> bool:
         return bool(self._pool.blocks[block_id].block_hash == name[:-1] + self._suffixes[name[-1]])
+
+    def find(self, name: bytes) -> int | None:
+        block = self._pool.cached_block_hash_to_block.get_one_block(name[:-1] + self._suffixes[name[-1]])
+        return None if block is None else int(block.block_id)

@@ -30,6 +30,7 @@ from .session import SchedulerSession
 MAX_LEFT = 1 << 14
 # Of these a step looks at so many.
 LEFT_LOOKS = 512
+MAX_SENT = 64  # saves that the daemon may not know of yet
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
 
@@ -69,13 +70,17 @@ class LocalCache:
         """Whether the cache has this block under this name."""
         return False
 
+    def find(self, name: bytes) -> int | None:
+        """Return a block that the cache has under this name."""
+        return None
+
 
 class Saves:
     """Save bookkeeping of one engine. `events`: where KV events are on.
 
     `unsaved`: admitted requests that may still have blocks to save; `waiting`: saves that ranks still copy; `copied`:
     saves of all ranks that the daemon does not know of yet; `left`: blocks that wait for a slot and that no request
-    keeps: those of finished requests, and states.
+    keeps: those of finished requests, those that the store lost, and states.
     """
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
@@ -87,8 +92,10 @@ class Saves:
         # note_look_up(digests, local, found, stop): a finished look-up of blocks [local, stop) found `found` of them.
         self.note_look_up = self._known.note
         self.copied: deque[tuple[int, Save]] = deque()
+        self._sent_records = 0  # SAVED records of this epoch; the last ones, with their number and names:
+        self._sent: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_SENT)
         self._next_id = 1
-        self._generation = 0
+        self.generation = 0
 
     def complete(self, state: RequestState) -> bool:
         """Whether nothing of this admission will be saved any more."""
@@ -230,7 +237,7 @@ class Saves:
         slots = session.credits.take(min(len(blocks), most, MAX_SAVED_BLOCKS))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = Save(slots, [block.name for block in taken], self._generation, self._geometry.world_size)
+        save = Save(slots, [block.name for block in taken], self.generation, self._geometry.world_size)
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.saving[save_id] = {slot: block.event for slot, block in zip(slots, taken, strict=True)}
@@ -290,6 +297,24 @@ class Saves:
         self._counters["save_blocks_unsaved"] += len(self.left)
         self.left.clear()
 
+    def saving(self, records: int) -> set[bytes]:
+        """Return the names of blocks that are being saved, but for those of the SAVED records that the daemon took."""
+        while self._sent and self._sent[0][0] <= records:
+            self._sent.popleft()
+        saves = chain(self.waiting.values(), (save for _, save in self.copied))
+        return set(chain(*(save.names for save in saves), *(some for _, some in self._sent)))
+
+    def forget_stored(self, names: list[bytes]) -> None:
+        """The store has not these blocks: they are saved when a request computes them."""
+        self._known.remove(Known.of_names(names))
+
+    def save_again(self, name: bytes, block_id: int) -> None:
+        """Let a block of the engine's own cache wait for a slot."""
+        self._known.remove(Known.of_names([name]))  # a look-up counts what is staged as found
+        if name not in self.left and len(self.left) < MAX_LEFT:
+            self.left[name] = _Block(block_id, name, None)
+            self._counters["save_blocks_again"] += 1
+
     # --- the saved range --------------------------------------------------------------------------------------------
 
     def storable_blocks(self, state: RequestState, scheduled_tokens: int) -> int:
@@ -339,6 +364,8 @@ class Saves:
             if not session.producer.push(RecordKind.SAVED, record):
                 return
             self.copied.popleft()
+            self._sent_records += 1
+            self._sent.append((self._sent_records, names))
             if save.dropped:
                 self._counters["saves_dropped"] += len(save.slots)
 
@@ -347,12 +374,14 @@ class Saves:
         self.waiting.clear()
         self.copied.clear()
         self._known.clear()
+        self._sent.clear()
+        self._sent_records = 0
         if self._events is not None:
             self._events.saving.clear()
 
     def reset(self, generation: int) -> None:
         """Copies made before are of the old weights."""
-        self._generation = generation
+        self.generation = generation
         self.drop()
         self._known.clear()
         if self._events is not None:

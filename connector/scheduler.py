@@ -37,6 +37,7 @@ from .saves import LocalCache, Saves
 from .session import SchedulerSession
 from .stats import Tally
 from .steps import StepTimes
+from .uses import Uses
 from .waits import Clock, SystemClock, Waits
 
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
@@ -74,6 +75,7 @@ class SchedulerSide:
         self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
         self.policy = WaitPolicy(self.steps, geometry.block_tokens)
         saves = self.saves if self._saving else None
+        self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
@@ -154,6 +156,8 @@ class SchedulerSide:
                 state.fail_load()
                 return PENDING
             if (state.settled or not state.loadable) and not state.not_delivered():
+                if start and not state.settled:
+                    self._used(state, start)
                 return NOTHING
             if (answer := state.answer) is not None:
                 if answer.start == start:
@@ -165,6 +169,9 @@ class SchedulerSide:
                 session = self._usable_session()
             if session is None or (request.lora_request is not None and state.names is None):
                 return NOTHING
+            if start >= state.usable:
+                self._used(state, start)
+                return NOTHING
             reply = self.claims.match(state, session, start, running=len(self.running))
             if state.answer is not None:
                 self.answered.add(request.request_id)
@@ -174,6 +181,11 @@ class SchedulerSide:
         except SegmentCorrupt as error:
             self.detach(error)
             return NOTHING
+
+    def _used(self, state: RequestState, blocks: int) -> None:
+        """A request is about to use so many local blocks, and no hint named them."""
+        if not state.tainted and (session := self._usable_session()) is not None:
+            self.uses.say(state.request, blocks, session, self._now_ns())
 
     # --- after allocation -------------------------------------------------------------------------------------------
 
@@ -217,6 +229,7 @@ class SchedulerSide:
             or self.saves.left
             or self.saves.copied
             or self.claims.dropped
+            or self.uses.heals
             or self._waits.open
         )
 
@@ -245,6 +258,8 @@ class SchedulerSide:
             session = self._usable_session()
             while self.answered:
                 self.claims.withdraw(self.requests[self.answered.pop()])
+            if session is not None and self.uses.heals:
+                self.uses.heal(session, self.cache, self.requests.values(), stale=self._stale_local)
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):
                 block_tokens = self._geometry.block_tokens
@@ -285,7 +300,7 @@ class SchedulerSide:
             self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
         try:
             if worker_meta.loads:
-                now = self._now_ns()
+                now, self.uses.loaded = self._now_ns(), True
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.session is self._session:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
@@ -306,7 +321,7 @@ class SchedulerSide:
         session = self._session
         if session is None or not session.alive(self._now_ns()):
             return False
-        return bool(self.saves.copied or (self.saves.left and session.credits.available() > 0))
+        return bool(self.saves.copied or self.link.absent or (self.saves.left and session.credits.available() > 0))
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""

@@ -37,6 +37,7 @@ COUNTERS: Mapping[str, str] = {
     "save_blocks": "Blocks of the dispatched saves",
     "saves_dropped": "Blocks copied for a save that the engine then gave up: a reset, or a copy or a load that failed",
     "save_blocks_unsaved": "Blocks that found no save slot as long as the engine held them",
+    "save_blocks_again": "Blocks of the engine's own cache that are saved again, as the store had lost them",
     "detached": "Sessions given up because the daemon's memory could not be true",
     "shadow_ready": "Shadow mode: requests whose blocks had been ready",
     "shadow_ready_blocks": "Shadow mode: blocks of those requests",

@@ -29,7 +29,7 @@ from kvprefetch.shmring.liveness import Liveness, PeerState
 from kvprefetch.shmring.ring import Consumer
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire import records
-from kvprefetch.shmring.wire.attach import Attached, Stored
+from kvprefetch.shmring.wire.attach import Absent, Attached, Stored
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.support import scheduler_checks
 from tests.support.clock import Clock
@@ -66,6 +66,7 @@ class FakeDaemon:
         self.asks: list[records.Ask] = []
         self.dones: list[records.Done] = []
         self.saved: list[records.Saved] = []
+        self.used: list[records.Used] = []
 
     def beat(self) -> None:
         self.liveness.beat(self.clock())
@@ -101,6 +102,8 @@ class FakeDaemon:
                 self.asks.append(records.decode_ask(record.payload))
             elif record.kind == RecordKind.DONE:
                 self.dones.append(records.decode_done(record.payload))
+            elif record.kind == RecordKind.USED:
+                self.used.append(records.decode_used(record.payload))
             else:
                 self.saved.append(records.decode_saved(record.payload))
             self.ring.advance()
@@ -155,6 +158,7 @@ class FakeLink:
     detached: list[str] = field(default_factory=list)
     resets: list[tuple[int, str]] = field(default_factory=list)  # generations and weights
     stored: deque[Stored] = field(default_factory=deque)
+    absent: deque[Absent] = field(default_factory=deque)
 
     def start(self) -> None: ...
     def close(self) -> None: ...
@@ -256,6 +260,9 @@ class FakeCache(LocalCache):
 
     def holds(self, block_id: int, name: bytes) -> bool:
         return self.names.get(block_id) == name
+
+    def find(self, name: bytes) -> int | None:
+        return next((block for block, each in self.names.items() if each == name), None)
 
 
 def block_ids(request: Request) -> list[int]:

@@ -1,0 +1,100 @@
+"""Says which blocks of the engine's own cache requests use, and has those saved again that the store lost.
+
+vLLM's cache answers for a block without a question to the store, and a store evicts first what nobody asks for.  So the
+daemon asks for the blocks that requests use.  A hint names those of its request; a USED record names those of a request
+without a hint, once in half a lease for each prefix.  The daemon's answer is a message `Absent` on the link: it names
+at most MAX_ABSENT blocks, of which a step takes one message.  What the link drops, a later use brings again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from ..shmring.wire.records import RecordKind, encode_used
+from .geometry import Geometry
+from .link import Link
+from .request_state import RequestState
+from .saves import LocalCache, Saves
+from .session import SchedulerSession
+
+MOST_PREFIXES = 4096  # of which it is known when they were said; others are said early
+MAX_LOST = 4096  # blocks that the store lost, and that the engine's cache may have once a load has filled them
+LOOKS = 512  # at these in a step
+_USED = int(RecordKind.USED)
+
+
+class Uses:
+    """`saves`: of an engine that saves; another one heals nothing.
+
+    `loaded`: a load has ended since the step before.  `lost`: blocks that the store has not, and the engine's cache had
+    not, either, the oldest first.
+    """
+
+    def __init__(self, geometry: Geometry, link: Link[SchedulerSession], saves: Saves | None) -> None:
+        self._groups, self._link, self._saves = geometry.groups, link, saves
+        self._said: dict[bytes, int] = {}  # when, by the last digest of a prefix; the oldest first
+        self.lost: dict[bytes, None] = {}
+        self._of = 0, 0  # epoch and reset
+        self.loaded = False
+
+    @property
+    def heals(self) -> bool:
+        """Whether blocks that the store lost may be in the engine's own cache now."""
+        return bool(self._link.absent or (self.loaded and self.lost))
+
+    def say(self, request: Any, blocks: int, session: SchedulerSession, now_ns: int) -> None:
+        """A request without a hint uses so many leading blocks of the engine's own cache. Raises SegmentCorrupt."""
+        self._know(session)
+        hashes, groups = request.block_hashes, self._groups
+        blocks = min(blocks, groups.blocks(len(hashes)))
+        if not blocks:
+            return
+        stop = groups.digests(blocks)
+        last, again_ns = hashes[stop - 1], session.use_again_ns
+        if now_ns - self._said.get(last, -again_ns) < again_ns or not session.alive(now_ns):
+            return
+        if session.producer.push(_USED, encode_used(blocks, hashes[:stop])):
+            self._said.pop(last, None)
+            self._said[last] = now_ns
+            if len(self._said) > MOST_PREFIXES:
+                del self._said[next(iter(self._said))]
+
+    def _know(self, session: SchedulerSession) -> None:
+        """Forget what was of another epoch, or of other weights."""
+        if (now := (session.epoch, self._link.confirmed_reset)) != self._of:
+            self._of = now
+            self._said.clear()
+            self.lost.clear()
+
+    def heal(
+        self, session: SchedulerSession, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
+    ) -> None:
+        """Have blocks saved again that the daemon says are absent; in this step, if there are slots.
+
+        Not while some of the engine's own cache may not be what its names say: a later use brings them again.
+        """
+        self._know(session)
+        told, saves, self.loaded = self._link.absent, self._saves, False
+        if saves is None or stale or any(state.tainted for state in states):
+            told.clear()
+            self.lost.clear()
+            return
+        if told:
+            absent = told.popleft()
+            if absent.epoch == session.epoch and absent.reset_generation == saves.generation:
+                raw, size = bytes.fromhex(absent.names), absent.name_bytes
+                saving = saves.saving(absent.saved_records)
+                names = [raw[start : start + size] for start in range(0, len(raw), size)]
+                names = [name for name in names if name not in saving]
+                saves.forget_stored(names)
+                self.lost.update(dict.fromkeys(names))
+                for name in [*islice(self.lost, max(0, len(self.lost) - MAX_LOST))]:
+                    del self.lost[name]
+        for name in [*islice(self.lost, LOOKS)]:
+            del self.lost[name]
+            if (block_id := cache.find(name)) is None:
+                self.lost[name] = None  # behind the others
+            else:
+                saves.save_again(name, block_id)
