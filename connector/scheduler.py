@@ -156,9 +156,7 @@ class SchedulerSide:
                 state.fail_load()
                 return PENDING
             if (state.settled or not state.loadable) and not state.not_delivered():
-                if start and not state.settled:
-                    self._used(state, start)
-                return NOTHING
+                return self._used(state, start) if start and not state.settled else NOTHING
             if (answer := state.answer) is not None:
                 if answer.start == start:
                     return answer.count * self._geometry.block_tokens, answer.asynchronous
@@ -170,8 +168,7 @@ class SchedulerSide:
             if session is None or (request.lora_request is not None and state.names is None):
                 return NOTHING
             if start >= state.usable:
-                self._used(state, start)
-                return NOTHING
+                return self._used(state, start)
             reply = self.claims.match(state, session, start, running=len(self.running))
             if state.answer is not None:
                 self.answered.add(request.request_id)
@@ -182,10 +179,11 @@ class SchedulerSide:
             self.detach(error)
             return NOTHING
 
-    def _used(self, state: RequestState, blocks: int) -> None:
-        """A request is about to use so many local blocks, and no hint named them."""
-        if not state.tainted and (session := self._usable_session()) is not None:
+    def _used(self, state: RequestState, blocks: int) -> Reply:
+        """A request is about to use so many local blocks, which no hint named, and needs no others."""
+        if not state.tainted and (session := self._usable_session()):
             self.uses.say(state.request, blocks, session, self._now_ns())
+        return NOTHING
 
     # --- after allocation -------------------------------------------------------------------------------------------
 

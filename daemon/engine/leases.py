@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class Leases:
 
     def asked(self, names: Sequence[bytes], present: bytes, now_ns: int) -> None:
         """Note that the store was asked for these names, with a byte for each: 0 where it has it not."""
-        if names and len(names[0]) > HEAD_BYTES:
+        if 1 in present and len(names[0]) > HEAD_BYTES:
             keys = _keys(b"".join(names), len(names[0]))
             if 0 in present:
                 keys = keys[np.frombuffer(present, np.bool_)]
@@ -146,14 +147,18 @@ class Leases:
         self._resets += 1
 
 
-def _keys(names: bytes | bytearray | memoryview, name_bytes: int) -> npt.NDArray[np.uint64]:
+def _keys(names: bytes | bytearray, name_bytes: int) -> npt.NDArray[np.uint64]:
     """Return a number for each of these joined names."""
-    kind = np.dtype(
-        {"names": ["head", "group"], "formats": ["<u8", "u1"], "offsets": [0, name_bytes - 1], "itemsize": name_bytes}
-    )
-    found = np.frombuffer(names, kind)
+    found = np.frombuffer(names, _kind(name_bytes))
     keys: npt.NDArray[np.uint64] = found["head"] ^ found["group"] * _MIX
     return keys
+
+
+@cache
+def _kind(name_bytes: int) -> np.dtype[np.void]:
+    """Return the type of a name: its first bytes and its group."""
+    offsets = [0, name_bytes - 1]
+    return np.dtype({"names": ["head", "group"], "formats": ["<u8", "u1"], "offsets": offsets, "itemsize": name_bytes})
 
 
 def _places(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
