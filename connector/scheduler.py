@@ -256,7 +256,7 @@ class SchedulerSide:
             session = self._usable_session()
             while self.answered:
                 self.claims.withdraw(self.requests[self.answered.pop()])
-            if session is not None and self.uses.heals:
+            if self.uses.heals:
                 self.uses.heal(session, self.cache, self.requests.values(), stale=self._stale_local)
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):

@@ -69,18 +69,19 @@ class Uses:
             self.lost.clear()
 
     def heal(
-        self, session: SchedulerSession, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
+        self, session: SchedulerSession | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
     ) -> None:
         """Have blocks saved again that the daemon says are absent; in this step, if there are slots.
 
-        Not while some of the engine's own cache may not be what its names say: a later use brings them again.
+        Not while some of the engine's own cache may not be what its names say, nor without a session that is of use: a
+        later use brings them again.
         """
-        self._know(session)
         told, saves, self.loaded = self._link.absent, self._saves, False
-        if saves is None or stale or any(state.tainted for state in states):
+        if session is None or saves is None or stale or any(state.tainted for state in states):
             told.clear()
             self.lost.clear()
             return
+        self._know(session)
         if told:
             absent = told.popleft()
             if absent.epoch == session.epoch and absent.reset_generation == saves.generation:

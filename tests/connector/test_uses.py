@@ -166,7 +166,7 @@ def test_a_reset_forgets_what_was_lost_and_said() -> None:
     engine.cache.names.clear()
     absent(engine, request.names(0, 4))
     engine.step()
-    engine.side.reset()
+    engine.reset()
     engine.cache.names.update(zip(range(100, 104), request.names(0, 4), strict=True))
     absent(engine, request.names(0, 4))
     assert heal(engine) == []
