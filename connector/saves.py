@@ -312,7 +312,7 @@ class Saves:
         """Let a block of the engine's own cache wait for a slot."""
         self._known.remove(Known.of_names([name]))  # a look-up counts what is staged as found
         if name not in self.left and len(self.left) < MAX_LEFT:
-            self.left[name] = _Block(block_id, name, None)
+            self.left[name] = _Block(block_id, name, name, None)
             self._counters["save_blocks_again"] += 1
 
     # --- the saved range --------------------------------------------------------------------------------------------

@@ -181,8 +181,8 @@ class SchedulerSide:
 
     def _used(self, state: RequestState, blocks: int) -> Reply:
         """A request is about to use so many local blocks, which no hint named, and needs no others."""
-        if not state.tainted and (session := self._usable_session()):
-            self.uses.say(state.request, blocks, session, self._now_ns())
+        if not state.tainted and (digests := state.digests) and (session := self._usable_session()):
+            self.uses.say(digests, blocks, session, self._now_ns())
         return NOTHING
 
     # --- after allocation -------------------------------------------------------------------------------------------
@@ -298,7 +298,8 @@ class SchedulerSide:
             self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
         try:
             if worker_meta.loads:
-                now, self.uses.loaded = self._now_ns(), True
+                now = self._now_ns()
+                self.uses.loaded()
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.session is self._session:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
@@ -319,7 +320,7 @@ class SchedulerSide:
         session = self._session
         if session is None or not session.alive(self._now_ns()):
             return False
-        return bool(self.saves.copied or self.link.absent or (self.saves.left and session.credits.available() > 0))
+        return bool(self.saves.copied or self.uses.heals or (self.saves.left and session.credits.available() > 0))
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""

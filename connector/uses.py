@@ -3,14 +3,16 @@
 vLLM's cache answers for a block without a question to the store, and a store evicts first what nobody asks for.  So the
 daemon asks for the blocks that requests use.  A hint names those of its request; a USED record names those of a request
 without a hint, once in half a lease for each prefix.  The daemon's answer is a message `Absent` on the link: it names
-at most MAX_ABSENT blocks, of which a step takes one message.  What the link drops, a later use brings again.
+at most MAX_ABSENT blocks, and a step takes one message.  What the link drops, a later use brings again.
+
+A block of an adapter's is stored under another name than vLLM's cache has for it: the next request that uses it saves
+it, as it does where no slot is free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 from ..shmring.wire.records import RecordKind, encode_used
 from .geometry import Geometry
@@ -21,41 +23,47 @@ from .session import SchedulerSession
 
 MOST_PREFIXES = 4096  # of which it is known when they were said; others are said early
 MAX_LOST = 4096  # blocks that the store lost, and that the engine's cache may have once a load has filled them
-LOOKS = 512  # at these in a step
+LOOKS = 256  # at these in a step
 _USED = int(RecordKind.USED)
 
 
 class Uses:
     """`saves`: of an engine that saves; another one heals nothing.
 
-    `loaded`: a load has ended since the step before.  `lost`: blocks that the store has not, and the engine's cache had
-    not, either, the oldest first.
+    `lost`: blocks that the store has not, and the engine's cache had not, either, the oldest first.
     """
 
     def __init__(self, geometry: Geometry, link: Link[SchedulerSession], saves: Saves | None) -> None:
         self._groups, self._link, self._saves = geometry.groups, link, saves
         self._said: dict[bytes, int] = {}  # when, by the last digest of a prefix; the oldest first
         self.lost: dict[bytes, None] = {}
+        self._to_look_at = 0  # so many of them
         self._of = 0, 0  # epoch and reset
-        self.loaded = False
 
     @property
     def heals(self) -> bool:
         """Whether blocks that the store lost may be in the engine's own cache now."""
-        return bool(self._link.absent or (self.loaded and self.lost))
+        return bool(self._link.absent or self._to_look_at)
 
-    def say(self, request: Any, blocks: int, session: SchedulerSession, now_ns: int) -> None:
-        """A request without a hint uses so many leading blocks of the engine's own cache. Raises SegmentCorrupt."""
+    def loaded(self) -> None:
+        """A load has ended: the cache may have more blocks."""
+        self._to_look_at = len(self.lost)
+
+    def say(self, digests: list[bytes], blocks: int, session: SchedulerSession, now_ns: int) -> None:
+        """A request without a hint uses so many leading blocks of the engine's own cache. Raises SegmentCorrupt.
+
+        `digests`: those that its blocks are stored under.
+        """
         self._know(session)
-        hashes, groups = request.block_hashes, self._groups
-        blocks = min(blocks, groups.blocks(len(hashes)))
+        groups = self._groups
+        blocks = min(blocks, groups.blocks(len(digests)))
         if not blocks:
             return
         stop = groups.digests(blocks)
-        last, again_ns = hashes[stop - 1], session.use_again_ns
+        last, again_ns = digests[stop - 1], session.use_again_ns
         if now_ns - self._said.get(last, -again_ns) < again_ns or not session.alive(now_ns):
             return
-        if session.producer.push(_USED, encode_used(blocks, hashes[:stop])):
+        if session.producer.push(_USED, encode_used(blocks, digests[:stop])):
             self._said.pop(last, None)
             self._said[last] = now_ns
             if len(self._said) > MOST_PREFIXES:
@@ -67,6 +75,7 @@ class Uses:
             self._of = now
             self._said.clear()
             self.lost.clear()
+            self._to_look_at = 0
 
     def heal(
         self, session: SchedulerSession | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
@@ -76,10 +85,11 @@ class Uses:
         Not while some of the engine's own cache may not be what its names say, nor without a session that is of use: a
         later use brings them again.
         """
-        told, saves, self.loaded = self._link.absent, self._saves, False
+        told, saves = self._link.absent, self._saves
         if session is None or saves is None or stale or any(state.tainted for state in states):
             told.clear()
             self.lost.clear()
+            self._to_look_at = 0
             return
         self._know(session)
         if told:
@@ -93,7 +103,10 @@ class Uses:
                 self.lost.update(dict.fromkeys(names))
                 for name in [*islice(self.lost, max(0, len(self.lost) - MAX_LOST))]:
                     del self.lost[name]
-        for name in [*islice(self.lost, LOOKS)]:
+                self._to_look_at = len(self.lost)
+        looked = [*islice(self.lost, min(LOOKS, self._to_look_at))]
+        self._to_look_at -= len(looked)
+        for name in looked:
             del self.lost[name]
             if (block_id := cache.find(name)) is None:
                 self.lost[name] = None  # behind the others
