@@ -75,13 +75,11 @@ class WorkerSide:
         good: list[LoadOrder] = []
         for order in orders:
             try:
-                if not hold:  # the scheduler side did not know that they changed
+                if not (hold and self._holds(order)):  # the scheduler side did not know that they changed
                     self._load_failed(batch, order)
                     continue
                 if (session := self.link.mapped(order.epoch)) is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
-                if order.adapter is not None and not self._has(*order.adapter, asynchronous=asynchronous):
-                    raise LookupError("the adapter is not the one whose KV was found: it was read again, or not yet")
                 if not order.slots:
                     raise ValueError("the engine's blocks are not those that the groups' rules name")
                 batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
@@ -98,14 +96,15 @@ class WorkerSide:
         self.counters["load_ns"] += time.perf_counter_ns() - begun
         self._running.append(batch)
 
-    def _has(self, number: int, content: bytes, *, asynchronous: bool) -> bool:
-        """Whether this step, or one after an asynchronous load, computes with this adapter as far as is known."""
-        return self.adapters is not None and self.adapters.has(number, content, loaded=asynchronous)
+    def _holds(self, order: LoadOrder) -> bool:
+        """Whether this rank's adapter is the one whose KV was found; for a load beside the step, and in memory."""
+        if order.adapter is None:
+            return True
+        return self.adapters is not None and self.adapters.has(*order.adapter, loaded=order.asynchronous)
 
     def _load_failed(self, batch: _Batch, order: LoadOrder, error: Exception | None = None) -> None:
         if error is not None:
-            # A bug, a broken machine, or an adapter that was replaced: the scheduler side answers only for mapped,
-            # verified blocks.
+            # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
             log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
         if self._one_group:
             self._failed_blocks.update(order.block_ids)

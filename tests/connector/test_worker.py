@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvprefetch.connector.copies import PlainCopies
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, Read, SaveOrder
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
@@ -121,6 +121,35 @@ def test_a_load_that_fails_is_reported_with_its_blocks(asynchronous: bool, epoch
     assert worker.failed_blocks() == set()
     report = reported(worker)
     assert (report.loads, report.failed_loads) == ({1: 1}, {1})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_load_for_an_adapter_that_was_replaced_fails(asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM recomputes its blocks. A load beside the step also needs the adapter in memory; that is no error."""
+    worker, cache, _, _ = make()
+    asked: list[tuple[int, bytes, bool]] = []
+
+    class Reads:
+        def has(self, number: int, content: bytes, *, loaded: bool) -> bool:
+            asked.append((number, content, loaded))
+            return content == b"same"
+
+        def take(self) -> list[Read]:
+            return [Read(7, "sql", "/sql", b"other")] if len(asked) == 2 else []
+
+    worker.adapters = Reads()  # type: ignore[assignment]
+    orders = [load(1, asynchronous=asynchronous)._replace(adapter=(7, b"replaced"))]
+    orders.append(load(2, asynchronous=asynchronous, blocks=(3,))._replace(adapter=(7, b"same")))
+    worker.load(KVPrefetchMetadata(loads=orders, live_epochs=(EPOCH,)))
+    assert asked == [(7, b"replaced", asynchronous), (7, b"same", asynchronous)]
+    assert worker.failed_blocks() == {5, 2}
+    assert [int(cache[block].max()) for block in range(BLOCKS)] == [0, 0, 0, 4, 0, 0]
+    report = reported(worker)
+    assert (report.loads, report.failed_loads) == ({1: 1, 2: 1}, {1})
+    assert report.adapters == {0: [Read(7, "sql", "/sql", b"other")]}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    other = KVPrefetchWorkerMeta(adapters={1: report.adapters[0], 0: report.adapters[0]})
+    assert report.aggregate(other).adapters == {0: report.adapters[0] * 2, 1: report.adapters[0]}
 
 
 def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.LogCaptureFixture) -> None:
