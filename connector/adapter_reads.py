@@ -44,15 +44,18 @@ class AdapterReads:
     def _load(self, request: Any) -> Any:
         # Looked up in each call, as a trainer may have replaced the class's function.
         adapter = type(self._manager)._load_adapter(self._manager, request)
-        content = b""
+        content, failed = b"", None
         try:
             content = _content(adapter, self._manager._adapter_manager)
-        except Exception:
-            log.exception("kvprefetch: KV of adapter %r is not shared: its content is not understood", request.name)
+        except Exception as error:
+            failed = error
         read = Read(request.adapter_id, request.name, request.path, content)
         if self._last.get(read.number) != read:
             self._last[read.number] = read
             self._new.append(read)
+            if failed is not None:
+                text = "kvprefetch: KV of adapter %r is not shared: its content is not understood: %s"
+                log.warning(text, read.name, failed)
         return adapter
 
     def take(self) -> list[Read]:
