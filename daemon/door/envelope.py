@@ -182,7 +182,7 @@ def payload(action: Action) -> Prefetch:
         text = f"one of token_ids, block_hashes and session_id is wanted: given={'both' if both else 'none'}"
         raise Bad(400, f"action {action.action_id}: payload: {text}")
     if found.lora_name and found.token_ids is not None:
-        text = "the path of a LoRA is part of its hashes: announce block_hashes"
+        text = "the names of its blocks have a LoRA's content: announce session_id"
         raise Bad(400, f"action {action.action_id}: lora_name: {text}: lora_name={found.lora_name!r:.80}")
     if found.block_hashes is not None and len({len(each) for each in found.block_hashes}) > 1:
         lengths = sorted({len(each) // 2 for each in found.block_hashes})

@@ -66,7 +66,7 @@ def action(**fields: Any) -> Action:
         ({"block_hashes": ["abc"]}, ["block_hashes.0", "'abc'"]),
         ({"block_hashes": [AB, "ab"]}, ["differ in length", "bytes=[1, 32]"]),
         ({"token_ids": [1], "cache_salt": 5}, ["cache_salt", "5"]),
-        ({"token_ids": [1], "lora_name": "x"}, ["lora_name", "announce block_hashes"]),
+        ({"token_ids": [1], "lora_name": "x"}, ["lora_name", "announce session_id"]),
         ({"token_ids": [1], "ttl_ms": 0}, ["ttl_ms", "1 to 3600000", "0"]),
         ({"token_ids": [1], "expected_in_ms": "soon"}, ["expected_in_ms", "'soon'"]),
     ],
