@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import Site, hits, served
 from tests.lab.engine import Engine, EngineSpec
+from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
 
 pytestmark = pytest.mark.stress
@@ -21,7 +22,7 @@ LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank"
 
 
 def adapter(path: Path, seed: int) -> str:
-    """Write a LoRA adapter of the tiny model's keys and values, in place of one that is there."""
+    """Write a LoRA adapter of a tiny model's keys and values, in place of one that is there."""
     import torch
     from safetensors.torch import save_file
 
@@ -103,3 +104,38 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     assert all(got != want for got, want in zip(found.tokens, right[0], strict=True)), "the adapter is not applied"
     site.assert_idle()
     fourth.stop()
+
+
+@pytest.mark.parametrize("case", ["two ranks", "several groups"])
+def test_adapters_are_shared_by_ranks_that_agree_and_in_models_of_several_groups(
+    site: Site, engines: Callable[..., Engine], tmp_path: Path, case: str
+) -> None:
+    """Loads of several groups end before the step that computes with the adapter, and fail where vLLM gave it up."""
+    model = site.model if case == "two ranks" else make_gemma3(tmp_path / "gemma3")
+    path = tmp_path / "sql"
+    options: dict[str, Any] = {"lora": ["sql", 1, adapter(path, 0)]}
+    other = {"lora": ["other", 2, adapter(tmp_path / "other", 9)]}
+    changes = {"tensor_parallel_size": 2} if case == "two ranks" else {"model": model}
+    right = []
+    plain = engines(EngineSpec(model=model, extra=LORA))
+    for seed in range(2):
+        adapter(path, seed)
+        right.append(plain.run(PROMPTS, request_options=options).tokens)
+        plain.reset_prefix_cache()
+        plain.run(WARM, request_options=other)
+    assert all(one != two for one, two in zip(*right, strict=True))
+    plain.stop()
+
+    adapter(path, 0)
+    engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(extra=LORA, **changes))
+    engine.run(WARM, request_options=options)
+    served(engine.run(PROMPTS, request_options=options), right[0], [0] * len(PROMPTS))
+    site.fresh(engine)
+    served(engine.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
+    engine.run(WARM, request_options=other)
+    adapter(path, 1)
+    site.fresh(engine)
+    served(engine.run(PROMPTS, request_options=options), right[1])
+    assert "adapter 'sql' is not shared until the next reset" in engine.log.read_text()
+    site.assert_idle()
+    engine.stop()
