@@ -63,8 +63,8 @@ USED: Mapping[str, str] = {
     "vllm.config.LoadConfig": "download_dir load_format",
     "vllm.config.ModelConfig": "architecture code_revision dtype enable_sleep_mode get_total_num_kv_heads() hf_config"
     " hf_config_path hf_overrides is_encoder_decoder max_model_len model model_class_overrides model_weights"
-    " multimodal_config override_generation_config quantization quantization_config revision trust_remote_code"
-    " try_get_generation_config()",
+    " multimodal_config override_generation_config quantization quantization_config revision served_model_name"
+    " trust_remote_code try_get_generation_config()",
     "vllm.config.ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend"
     " enable_eplb enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size"
     " rank tensor_parallel_size world_size",

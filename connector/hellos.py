@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
-from ..shmring.wire.attach import GroupInfo, Hello, SchedulerInfo, WorkerInfo
+from ..shmring.wire.attach import MAX_MODEL, GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
 from .geometry import Geometry, pp_rank, publishes_events
 from .resets import Weights
@@ -59,12 +59,13 @@ def as_made(vllm_config: VllmConfig) -> VllmConfig:
 def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, *, upstream_keys: bool) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     hash_start, probe = start_and_probe(algorithm)
-    blocks, rules = geometry.max_blocks, geometry.groups
+    blocks, rules, model = geometry.max_blocks, geometry.groups, vllm_config.model_config
     wants = SchedulerInfo(
         max_blocks=blocks,
         max_hint_bytes=hint_bytes(rules.digests(blocks), MAX_HASH_BYTES, rules.names(blocks)),
         groups=[GroupInfo(**each._asdict() | {"kind": each.kind.value}) for each in rules.groups],
         hash_tokens=rules.hash_tokens,
+        models=[each for each in dict.fromkeys((model.model, model.served_model_name)) if len(each) <= MAX_MODEL],
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),

@@ -29,6 +29,7 @@ from ..work.calls import Call, Kind
 from . import report
 from .epochs import Epochs, Shared
 
+MAX_NAMED, MAX_SHOWN = 16, 128  # engines in an answer, and characters of a model's name
 Query = StatusQuery | StatQuery
 Command = SetMode | Reload | Remove
 Reply = Callable[[Message], object]
@@ -65,7 +66,7 @@ class Admin:
     def engine(self, query: EngineQuery, uid: int | None) -> Engine | Report:
         """Return the one engine of this user's that the query fits, or why there is none."""
         epochs = self._epochs.attached(uid)
-        fits = [each for each in epochs if query.model in ("", each.engine.model)]
+        fits = [each for each in epochs if not query.model or query.model in each.engine.models]
         if query.dp_rank is not None:
             fits = [each for each in fits if each.engine.engine_id.endswith(f"_dp{query.dp_rank}")]
         fits = _named(fits, query.engine)
@@ -73,7 +74,8 @@ class Admin:
             return _shown(fits[0])
         given = {"engine": query.engine, "model": query.model, "dp_rank": query.dp_rank}
         named = " ".join(f"{name}={value!r}" for name, value in given.items() if value not in ("", None))
-        attached = ", ".join(sorted(each.engine.engine_id for each in epochs)) or "none"
+        attached = ", ".join(sorted(map(_names, epochs))[:MAX_NAMED]) or "none"
+        attached += f" and {len(epochs) - MAX_NAMED} more" if len(epochs) > MAX_NAMED else ""
         wanted = named or "name one, by engine or model"
         return Report(ok=False, text=f"not one engine but {len(fits)}: {wanted}; attached: {attached}")
 
@@ -117,6 +119,14 @@ def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:
     return [each for each in epochs if each.engine.engine_id == engine] or [
         each for each in epochs if each.engine.engine_id.startswith(engine)
     ]
+
+
+def _names(epoch: Epoch) -> str:
+    """Return an engine's id, and its model's names as an announcement may have them."""
+    models = ", ".join(
+        repr(each) if len(each) < MAX_SHOWN else f"{each[:MAX_SHOWN]!r}…" for each in epoch.engine.models
+    )
+    return f"{epoch.engine.engine_id} (model {models})"
 
 
 def _shown(epoch: Epoch) -> Engine:

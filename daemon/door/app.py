@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import os
@@ -119,9 +120,15 @@ class App:
         """Announce what a body says; nothing of it stays in memory."""
         data = body.read()  # waitress let no larger one than MAX_BODY pass
         if route.takes is LMCachePrefetch:
-            return self._announce(caller, _enveloped(parsed(LMCachePrefetch, data)))
+            return self._announce(caller, _enveloped(parsed(LMCachePrefetch, data)), b"")
         envelope: Envelope = parsed(Envelope, data)
-        return self._messages.get(caller, envelope.message_id) or self._announce(caller, envelope)
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if (known := self._messages.get(caller, envelope.message_id)) is None:
+            return self._announce(caller, envelope, digest)
+        if known.body != digest:
+            text = "another body had this message_id: give each message a new one, and an old one to a repetition alone"
+            raise Bad(409, f"{text}: message_id={envelope.message_id!r}")
+        return known
 
     def _caller(self, environ: Environ) -> Caller:
         if (caller := environ[CALLER]) is not None:
@@ -134,14 +141,14 @@ class App:
 
     # --- announcing -------------------------------------------------------------------------------------------------
 
-    def _announce(self, caller: Caller, envelope: Envelope) -> Message:
+    def _announce(self, caller: Caller, envelope: Envelope, body: bytes) -> Message:
         with self._rating:
             may = self._rate.take(caller.uid, len(envelope.actions), time.monotonic_ns())
         if not may:
             raise Bad(429, f"too many actions: uid={caller.uid} actions={len(envelope.actions)} max_a_second={RATE:g}")
         wanted = [payload(each) if _ours(each) else None for each in envelope.actions]
         answers = [_first(each) for each in envelope.actions]
-        message, errors = self._messages.add(caller, envelope.message_id, answers), list[tuple[int, str]]()
+        message, errors = self._messages.add(caller, envelope.message_id, body, answers), list[tuple[int, str]]()
         engines: dict[tuple[Any, ...], Engine] = {}  # most actions of a message are for one
         for number, prompt in enumerate(wanted):
             if prompt is not None:

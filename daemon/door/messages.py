@@ -19,6 +19,7 @@ class Message:
 
     message_id: str
     caller: int
+    body: bytes  # its digest
     answers: list[Answered]
 
     def tell(self, action: int, **fields: object) -> None:
@@ -44,9 +45,9 @@ class Messages:
         with self._changed:
             return self._messages.get(caller.uid, {}).get(message_id)
 
-    def add(self, caller: Caller, message_id: str, answers: list[Answered]) -> Message:
-        """Keep a new message with the first answers to its actions."""
-        new = Message(message_id, caller.uid, answers)
+    def add(self, caller: Caller, message_id: str, body: bytes, answers: list[Answered]) -> Message:
+        """Keep a new message, by the digest of its body, with the first answers to its actions."""
+        new = Message(message_id, caller.uid, body, answers)
         with self._changed:
             kept = self._messages.setdefault(caller.uid, {})
             kept[message_id] = new

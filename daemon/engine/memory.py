@@ -53,6 +53,11 @@ class EngineInfo(NamedTuple):
         return self.workers[0].key_prefixes[0].partition("@tp_rank:")[0].rpartition("@")[2]
 
     @property
+    def models(self) -> list[str]:
+        """Return all names of its model that an announcement may have."""
+        return list(dict.fromkeys((self.model, *self.scheduler.models)))
+
+    @property
     def block_bytes(self) -> list[int]:
         """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]

@@ -116,7 +116,8 @@ class Caller(Packet):
 class EngineQuery(Packet):
     """Ask which attached engine a prompt is for, and how it hashes blocks. The answer is an Engine, or a Report.
 
-    `engine`: its id, or the start of one.  `model`: as the engine's keys name it.  `dp_rank`: of data parallelism.
+    `engine`: its id, or the start of one.  `model`: as the engine's keys, vLLM's option `--model` or its
+    callers name it.  `dp_rank`: of data parallelism.
     Each may be missing: what is given must fit one engine alone.  Only root and the daemon's user may name a `caller`.
     The answer carries its `number`.
     """

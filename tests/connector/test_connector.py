@@ -65,7 +65,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
         "is_encoder_decoder": False, "model": "org/tiny", "max_model_len": 512, "dtype": torch.float32,
         "quantization": None, "hf_config": LlamaConfig(), "multimodal_config": None, "revision": None,
         "hf_config_path": None, "architecture": "LlamaForCausalLM", "trust_remote_code": False, "hf_overrides": {},
-        "enable_sleep_mode": False, **changes.pop("model", {}),
+        "enable_sleep_mode": False, "served_model_name": "tiny-served", **changes.pop("model", {}),
     }  # fmt: skip
     cache = {**CACHE, "cache_dtype": "auto", **changes.pop("cache", {})}
     return SimpleNamespace(
@@ -246,6 +246,7 @@ def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_pa
         assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
         said = hellos.of_scheduler(config, hellos.start_of(config), numbers, upstream_keys=False).scheduler
         assert said is not None
+        assert said.models == ["org/tiny", "tiny-served"]
         start, probe = bytes.fromhex(said.hash_start), bytes.fromhex(said.hash_probe)
         assert len(BlockHasher(said.hash_algorithm, start, said.hash_tokens, probe)(range(97))) == 3 * 32
 

@@ -36,6 +36,7 @@ class EngineSpec:
     engine_id: str = "engine"
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefix: str = "model"
+    models: Sequence[str] = ()
     device: str = ""
     ranks: int = 1
     block_bytes: int = BLOCK_BYTES
@@ -62,6 +63,7 @@ class EngineSpec:
         return SchedulerInfo(
             max_blocks=self.max_blocks,
             max_hint_bytes=size,
+            models=list(self.models),
             loads=self.loads,
             saves=self.saves,
             events=self.events,

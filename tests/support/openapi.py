@@ -15,6 +15,7 @@ PROBLEMS = {
     401: "no token, or a wrong one, over TCP",
     403: "this user may not attach",
     404: "no such engine, message or path",
+    409: "another body had this message_id",
     413: "the body is too large",
     422: "prompts cannot be hashed as this engine does",
     429: "too many actions a second; try again after Retry-After",

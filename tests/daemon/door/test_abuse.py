@@ -288,7 +288,7 @@ def test_callers_that_wait_for_an_end_take_nobody_the_first_answer(monkeypatch: 
 
     link: Any = Late()
     app = App(link, messages)
-    messages.add(caller, "open", [Answered(action_id="a", outcome="deferred")])
+    messages.add(caller, "open", b"", [Answered(action_id="a", outcome="deferred")])
 
     def ask(method: str, path: str, query: str = "", body: object = None) -> Any:
         said = {"REQUEST_METHOD": method, "PATH_INFO": f"/v1/kv_hints{path}", "QUERY_STRING": query, CALLER: caller}

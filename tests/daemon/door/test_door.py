@@ -113,8 +113,11 @@ def test_what_was_announced_is_a_hit_and_its_line_says_since_when(serve: Serve, 
     assert first["bytes"] == sum(map(len, values.values()))
     done = became(daemon, name, "completed")
     assert (done["blocks"]["fetched"], done["blocks"]["no_room"]) == (40, 0)
-    again = announce(daemon, name, chain[:3])
+    again = announce(daemon, name, chain, expected_in_ms=200)
     assert again["outcome"] == "completed", "a message that came already is answered as it stands"
+    for other in (message(name, {"block_hashes": [each.hex() for each in chain[:3]]}), message(name, {"engine": "x"})):
+        status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", other)
+        assert (status, answer["error"].partition(":")[0]) == (409, "another body had this message_id")
     assert engine.load(chain, name="request") == list(values.values())
     line = request_line(daemon, "request")
     assert (line["announced_blocks"], line["announced_staged"], line["bytes"]) == (40, 40, 0)
@@ -175,7 +178,7 @@ def test_one_of_several_engines_is_named(serve: Serve) -> None:
     assert "not one engine but 0" in refused("none")
     for name in ("one_dp0", "one_dp1"):
         FakeEngine(daemon.socket, engine_id=name, prefix=name)
-    assert "name one, by engine or model; attached: one_dp0, one_dp1" in refused("both")
+    assert "attached: one_dp0 (model 'one_dp0'), one_dp1 (model 'one_dp1')" in refused("both")
     assert "engine='three'" in refused("three", engine="three")
     assert "model='llama'" in refused("model", model="llama")
     for name, fields in (("id", {"engine": "one_dp1"}), ("rank", {"dp_rank": 1})):
@@ -186,6 +189,26 @@ def test_one_of_several_engines_is_named(serve: Serve) -> None:
     )
     assert status == 202
     assert [each["outcome"] for each in answer["actions"]] == ["rejected", "missing"]
+
+
+def test_a_model_is_named_by_its_path_by_its_last_part_or_as_callers_do(serve: Serve) -> None:
+    daemon = serve()
+    paths = [f"/models/{each}/{'long' * 100}/Llama-3-8B" for each in ("a", "b")]
+    for number, path in enumerate(paths):
+        models = (path, f"served-{number}")
+        FakeEngine(daemon.socket, engine_id=f"engine{number}", prefix="Llama-3-8B", models=models)
+    door, prompt = Door(daemon.socket), {"block_hashes": ["ab" * 32]}
+    for number, model in ((1, paths[1]), (0, paths[0]), (1, "served-1")):
+        status, answer = door.ask(
+            "POST", "/v1/kv_hints", message(f"of-{model[-9:]}-{number}", {**prompt, "model": model})
+        )
+        assert (status, answer["actions"][0]["engine"]) == (202, f"engine{number}"), model
+    for model, found in (("Llama-3-8B", 2), ("Llama", 0), ("served", 0)):
+        status, answer = door.ask("POST", "/v1/kv_hints", message(f"not-{model}", {**prompt, "model": model}))
+        assert (status, f"not one engine but {found}: model={model!r}" in answer["error"]) == (404, True)
+        assert "engine1 (model 'Llama-3-8B', '/models/b/long" in answer["error"]
+        assert "'served-1')" in answer["error"]
+        assert len(answer["error"]) < 1000
 
 
 def test_an_answer_that_comes_too_late_is_nobody_else_s(serve: Serve) -> None:
@@ -367,11 +390,11 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
 
 def test_of_each_user_the_newest_answers_are_kept() -> None:
     messages, (one, two) = Messages(), (Caller(uid=uid, groups=[]) for uid in (1, 2))
-    first = messages.add(one, "first", [Answered(action_id="a", outcome="deferred")])
+    first = messages.add(one, "first", b"", [Answered(action_id="a", outcome="deferred")])
     number = messages.number(first, 0, 1)
-    messages.add(two, "m", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
+    messages.add(two, "m", b"", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
     assert messages.get(one, "first") is first, "another user's messages cost it nothing"
-    messages.add(one, "m", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
+    messages.add(one, "m", b"", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
     assert messages.get(one, "first") is None
     messages.note(Outcome(number=number, outcome="expired"))
     assert first.answers[0].outcome == "deferred", "nothing keeps it"
