@@ -47,6 +47,13 @@ class Connections:
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
         epoll.register(sock, select.EPOLLIN)
 
+    def listen_on(self, sock: socket.socket, access: Access) -> None:
+        """Accept on another socket from now on, and close the one before; connections stay."""
+        self._epoll.unregister(self.sock)
+        self.sock.close()
+        self.sock, self.access = sock, access
+        self._epoll.register(sock, select.EPOLLIN)
+
     def get(self, fd: int) -> Peer | None:
         return self._peers.get(fd)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..config.model import ConfigError, DaemonConfig, Taken
 from ..telemetry.logs import Log
-from .listener import listen, take_away
+from .listener import BRIEFLY_S, is_at, listen, take_away
 
 MEMORY_BYTES = 256 << 20  # of its process, with bodies of many callers in work
 PAUSE_NS = 1_000_000_000  # between two starts
@@ -96,6 +96,22 @@ class Door:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it ends just now
                 taken = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
         return max(0, MEMORY_BYTES - taken) if self._sockets else 0
+
+    @property
+    def there(self) -> bool:
+        """Whether the file of its Unix socket is there; a door that is closed misses none."""
+        return self._bound is None or is_at(self._config.hints_socket, self._bound)
+
+    def listen_anew(self) -> None:
+        """Replace the Unix socket, and end the process that serves the one before. Raises ConfigError, OSError."""
+        sock = listen(self._config, BRIEFLY_S, path=self._config.hints_socket, kind=socket.SOCK_STREAM)
+        self._bound = self._config.hints_socket.stat()
+        self._end()
+        for each in self._sockets if self._watched else ():
+            self._epoll.unregister(each)
+        self._sockets[0].close()
+        self._sockets[0] = sock
+        self._watch()
 
     def _watch(self) -> None:
         self._watched = True

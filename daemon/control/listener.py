@@ -17,6 +17,7 @@ from .access import group_id
 
 FIRST_FD = 3  # SD_LISTEN_FDS_START of sd_listen_fds(3)
 _LOCK_S = 2.0
+BRIEFLY_S = 0.05  # on the main loop
 # Connections that wait to be accepted; the kernel refuses more. When a daemon restarts, all the processes of a node's
 # engines come at once.
 _BACKLOG = 1024
@@ -27,15 +28,27 @@ class Listener:
 
     def __init__(self, config: DaemonConfig) -> None:
         inherited = inherited_socket()
+        self._config, self._inherited = config, inherited is not None  # then the socket unit owns the file
         self.sock = inherited if inherited is not None else listen(config)
         self.path: str = self.sock.getsockname()
-        found = os.stat(self.path)
-        self.gid = found.st_gid  # of the users who may attach
-        self._bound = found if inherited is None else None  # None: the socket unit owns the file
+        self._found = os.stat(self.path)
+        self.gid = self._found.st_gid  # of the users who may attach
+
+    @property
+    def there(self) -> bool:
+        """Whether the file is still the one of `sock`."""
+        return is_at(Path(self.path), self._found)
+
+    def listen_anew(self) -> None:
+        """Replace `sock` and its file; the caller closes the old one. Raises ConfigError."""
+        if self._inherited:
+            raise ConfigError("the socket unit owns it: systemctl restart kvprefetchd.socket")
+        self.sock = listen(self._config, BRIEFLY_S)
+        self._found = os.stat(self.path)
 
     def close(self) -> None:
-        if self._bound is not None:
-            take_away(Path(self.path), self._bound)
+        if not self._inherited:
+            take_away(Path(self.path), self._found)
         self.sock.close()
 
 
@@ -116,6 +129,14 @@ def take_away(path: Path, bound: os.stat_result) -> None:
     with contextlib.suppress(OSError), _alone_in(path.parent) as folder:
         if os.path.samestat(os.stat(path.name, dir_fd=folder, follow_symlinks=False), bound):
             os.unlink(path.name, dir_fd=folder)
+
+
+def is_at(path: Path, bound: os.stat_result) -> bool:
+    """Whether the socket file that was `bound` is there."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), bound)
+    except OSError:
+        return False
 
 
 def _make_folders(folder: Path) -> None:

@@ -70,6 +70,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),
         "waiting": [each for each in shared.waiting if uid in (None, each["uid"])][:LISTED],
+        "missing": snapshot.missing,
         "held": snapshot.held[:MAX_ENGINES],
         "calls_ns": shared.pools.running(),
         "causes": _causes(epochs, now_ns),

@@ -50,9 +50,12 @@ class Control:
         self._door = Door(shared.config, epoll, shared.log)
 
     @property
-    def door_bytes(self) -> int:
-        """How much memory the HTTP door's process may still take."""
-        return self._door.untaken_bytes
+    def door(self) -> Door:
+        return self._door
+
+    def listen_on(self, sock: socket.socket) -> None:
+        """Accept on this socket instead of the one before."""
+        self._connections.listen_on(sock, access_of(sock, self._shared.config))
 
     def ready(self, fds: list[int], now_ns: int) -> None:
         """Read one message of each of these descriptors; those of other parts are skipped.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ..control import report
 from ..control.epochs import Shared
+from ..control.listener import Listener
 from ..control.server import Control
 from ..telemetry.board import Board
 from ..telemetry.logs import tick
 from .backend import Backend
+from .names import Name, Names
 from .notify import Notifier
 
 PUBLISH_NS = 1_000_000_000
@@ -16,9 +18,23 @@ PUBLISH_NS = 1_000_000_000
 class Housekeeping:
     """Ticks the other parts, and publishes their numbers once a second."""
 
-    def __init__(self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, board: Board) -> None:
+    def __init__(
+        self, shared: Shared, control: Control, backend: Backend, notifier: Notifier, board: Board, listener: Listener
+    ) -> None:
         self._shared, self._control, self._epochs = shared, control, control.epochs
         self._backend, self._notifier, self._board = backend, notifier, board
+        door = control.door
+
+        def listen_anew() -> None:
+            listener.listen_anew()
+            control.listen_on(listener.sock)
+
+        names = [
+            Name(listener.path, lambda: listener.there, listen_anew),
+            Name(str(shared.config.hints_socket), lambda: door.there, door.listen_anew),
+            Name(board.name, lambda: board.there, board.make_anew),
+        ]
+        self._names = Names(names, shared.log)
         self._published_ns = 0
 
     def tick(self, now_ns: int) -> None:
@@ -44,7 +60,8 @@ class Housekeeping:
         self._notifier.status(self.summary())
         shared = self._shared
         self._backend.describe(shared.snapshot)
-        self._epochs.reservations.others_bytes = self._backend.untouched_bytes + self._control.door_bytes
+        self._epochs.reservations.others_bytes = self._backend.untouched_bytes + self._control.door.untaken_bytes
+        shared.snapshot.missing = self._names.look(now_ns)
         shared.snapshot.held = self._epochs.reservations.held()
         epochs, metrics = self._epochs.attached(), shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)

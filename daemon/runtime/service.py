@@ -111,7 +111,7 @@ class Daemon:
         epochs = Epochs(shared)
         control = self._control = Control(listener.sock, shared, epochs, self._epoll)
         loop = Loop(shared, control, self._epoll, self._signals)
-        housekeeping = Housekeeping(shared, control, self._backend, self._notifier, board)
+        housekeeping = Housekeeping(shared, control, self._backend, self._notifier, board, listener)
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())

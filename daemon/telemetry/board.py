@@ -70,37 +70,63 @@ class Board:
     """
 
     def __init__(self, socket: str, gid: int = -1) -> None:
-        self._name, self._fd, self._number, self.fault = "", -1, 0, ""
+        self._gid, self._number, self.fault = gid, 0, ""
+        self.name = name_of(socket)  # "" where the segment has none
         try:
-            self._fd = self._create(name_of(socket), gid)
+            self._fd = self._create()
         except (ImportError, OSError, ValueError) as error:
-            self.close()
-            if self._fd >= 0:
-                os.close(self._fd)
-            self.fault = str(error)
+            self.name, self.fault = "", str(error)
             self._fd = os.memfd_create("kvprefetch-picture", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, SIZE)
         self.beat(time.monotonic_ns())
         self.write({})
         os.pwrite(self._fd, MAGIC, 0)
 
-    def _create(self, name: str, gid: int) -> int:
+    def _create(self, content: bytes = b"") -> int:
+        """Return the descriptor of a new segment; a failure leaves none. Raises ImportError, OSError, ValueError."""
         import posix_ipc  # not in an engine's environment, where `status` asks the socket
 
         try:
             with contextlib.suppress(posix_ipc.ExistentialError):
-                posix_ipc.unlink_shared_memory(name)
-            segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=SIZE)
+                posix_ipc.unlink_shared_memory(self.name)
+            fd = int(posix_ipc.SharedMemory(self.name, posix_ipc.O_CREX, mode=0o600, size=SIZE).fd)
         except posix_ipc.Error as error:
-            raise OSError(f"{error}: name={name}") from None
-        self._name, self._fd = name, int(segment.fd)
-        os.set_inheritable(self._fd, False)
-        os.posix_fallocate(self._fd, 0, SIZE)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)  # before others may open it
-        if gid >= 0:
-            os.fchown(self._fd, -1, gid)
-        os.fchmod(self._fd, MODE)
-        return self._fd
+            raise OSError(f"{error}: name={self.name}") from None
+        try:
+            os.set_inheritable(fd, False)
+            os.posix_fallocate(fd, 0, SIZE)
+            os.pwrite(fd, content, 0)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # before others may open it
+            if self._gid >= 0:
+                os.fchown(fd, -1, self._gid)
+            os.fchmod(fd, MODE)
+        except BaseException:
+            posix_ipc.unlink_shared_memory(self.name)
+            os.close(fd)
+            raise
+        return fd
+
+    @property
+    def there(self) -> bool:
+        """Whether the name is that of our segment still; a picture without a name misses none."""
+        if not self.name:
+            return True
+        import posix_ipc
+
+        try:
+            fd = posix_ipc.SharedMemory(self.name, read_only=True).fd
+        except (posix_ipc.Error, OSError):
+            return False
+        try:
+            return os.path.sameopenfile(fd, self._fd)
+        finally:
+            os.close(fd)
+
+    def make_anew(self) -> None:
+        """Show the same picture in another segment, under the name. Raises OSError."""
+        fd = self._create(os.pread(self._fd, SIZE, 0))
+        os.dup2(fd, self._fd, inheritable=False)  # for threads that read: they find this segment or the one before
+        os.close(fd)
 
     def beat(self, now_ns: int) -> None:
         os.pwrite(self._fd, _WORD.pack(now_ns), BEAT_AT)
@@ -118,15 +144,12 @@ class Board:
 
     def close(self) -> None:
         """Remove the name, unless a later daemon has it; whoever has the segment open keeps it."""
-        if self._name:
+        if self.name and self.there:
             import posix_ipc
 
             with contextlib.suppress(posix_ipc.Error, OSError):
-                named = posix_ipc.SharedMemory(self._name)
-                if os.path.sameopenfile(named.fd, self._fd):
-                    posix_ipc.unlink_shared_memory(self._name)
-                named.close_fd()
-            self._name = ""
+                posix_ipc.unlink_shared_memory(self.name)
+        self.name = ""
 
 
 def read(socket: Path) -> Picture | None:

@@ -46,8 +46,9 @@ _NAMES = {
     "debug": "peer.lost fetch.done copy.done store.retried master.retried master.said",
     "info": "daemon.ready daemon.idle daemon.stopping daemon.stopped config.changed mode.switched peer.hello"
     " engine.attached engine.reset engine.detached request.done announcement.done device.ready save.done owner.back"
-    " memory.freed store.opened store.joined store.recovered store.closed disk.recovered master.started master.stopped",
-    "warning": "config.kept cores.few memory.short memory.held log.lost picture.hidden peer.refused"
+    " memory.freed name.back store.opened store.joined store.recovered store.closed disk.recovered master.started"
+    " master.stopped",
+    "warning": "config.kept cores.few memory.short memory.held log.lost name.missing picture.hidden peer.refused"
     " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad fetch.slow"
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"

@@ -65,6 +65,7 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
         problems.append("the store is not open: everything is a miss, and engines wait for it")
     elif alive and serving and not status.get("store_answering"):
         problems.append("the store does not answer: new requests are misses")
+    problems += map(str, status.get("missing", ()))
     refused = [each for each in status.get("refused", ()) if each.get("engine")]
     if any(each.get("ours") for each in refused):
         problems.append(_refused([each for each in refused if each.get("ours")]))

@@ -18,6 +18,7 @@ class Snapshot:
     started_ns: int = field(default_factory=time.monotonic_ns)
     disk_fault: str = ""  # why nothing can be kept on disk
     fill: StoreFill | None = None  # how full the embedded store is
+    missing: list[str] = field(default_factory=list)  # names that others removed (runtime/names.py)
     held: list[dict[str, int | str]] = field(default_factory=list)  # memory that could not be freed
     lost_lines: int = 0  # of the log
     lost_ns: int = -LOST_NS  # when the last one was lost

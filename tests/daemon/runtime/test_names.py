@@ -1,0 +1,109 @@
+"""Names that others remove while the daemon runs: of the control socket, of the door's, and of its picture."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from kvprefetch.daemon.config.model import ConfigError
+from kvprefetch.daemon.runtime.names import PAUSE_NS, Name, Names
+from tests.daemon.stores import engine_with
+from tests.lab.daemon import Daemon
+from tests.lab.process import free_ports
+from tests.support.auditor import ask_daemon
+from tests.support.fake_engine import FakeEngine
+from tests.support.telemetry import get
+from tests.support.waiting import eventually
+
+Serve = Callable[..., Daemon]
+
+
+def door_of(daemon: Daemon) -> Path:
+    return daemon.socket.with_name(f"{daemon.socket.stem}-hints.sock")
+
+
+def picture_of(daemon: Daemon) -> Path:
+    return daemon.picture
+
+
+def control_of(daemon: Daemon) -> Path:
+    return daemon.socket
+
+
+def served_by_the_door(daemon: Daemon) -> bytes:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(20)
+        caller.connect(str(door_of(daemon)))
+        caller.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return caller.recv(9)
+
+
+@pytest.mark.parametrize("which", [control_of, door_of, picture_of])
+def test_a_name_that_others_remove_is_made_anew_and_health_is_bad_until_then(
+    serve: Serve, which: Callable[[Daemon], Path]
+) -> None:
+    (port,) = free_ports(1)
+    daemon = serve(extra=("--metrics-port", str(port)))
+    engine, values = engine_with(daemon, "before", 4)
+    assert served_by_the_door(daemon) == b"HTTP/1.0 "
+    began = time.monotonic()
+    which(daemon).unlink()
+    eventually(lambda: get(port, "/readyz")[0] == 503, what="health that is bad", pause_s=0.1)
+    assert get(port, "/healthz")[0] == 200, "a restart is not wanted"
+    eventually(which(daemon).exists, what="the name")
+    assert time.monotonic() - began < 10
+    eventually(lambda: get(port, "/readyz")[0] == 200, what="health that is good", pause_s=0.1)
+    [gone], [back] = daemon.records("name.missing"), daemon.records("name.back")
+    assert gone["file"] == back["file"]
+    assert gone["file"].endswith(which(daemon).name)
+    FakeEngine(daemon.socket, engine_id="after").close()
+    assert ask_daemon(daemon.socket).ready
+    assert served_by_the_door(daemon) == b"HTTP/1.0 "
+    assert engine.load(list(values)) == list(values.values()), "the engine that was there notices nothing"
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    assert not which(daemon).exists()
+
+
+@pytest.mark.stress
+def test_the_folder_may_go_too(serve: Serve, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    daemon = serve(socket=folder / "s.sock")
+    shutil.rmtree(folder)
+    eventually(daemon.socket.exists, what="the socket")
+    eventually(door_of(daemon).exists, what="the door's socket")
+    FakeEngine(daemon.socket, engine_id="after").close()
+
+
+def test_a_name_that_cannot_be_made_is_tried_again_and_its_reason_is_logged_once() -> None:
+    there, tries = [True], list[int]()
+
+    def make() -> None:
+        tries.append(0)
+        if len(tries) < 3:
+            raise ConfigError("no")
+        there[0] = True
+
+    names, now_ns = Names([Name("/a/name", lambda: there[0], make)], structlog.get_logger()), 1
+    assert names.look(now_ns) == []
+    there[0] = False
+    with capture_logs() as log:
+        assert names.look(now_ns) == ["others removed it: file='/a/name': it is made anew in some seconds"]
+        assert names.look(now_ns + PAUSE_NS - 1) != []
+        assert not tries
+        for _ in range(2):
+            now_ns += PAUSE_NS
+            assert names.look(now_ns) == ["others removed it: file='/a/name': no"]
+        assert names.look(now_ns + PAUSE_NS) == []
+    assert [line["event"] for line in log] == ["name.missing", "name.missing", "name.back"]
+    there[0] = False
+    names.look(now_ns)
+    there[0] = True
+    assert names.look(now_ns) == [], "it came back by itself"
