@@ -69,8 +69,8 @@ class Resets:
         mine = [each for each in reports.values() if each.number == self.step.number]
         if any(not each.digest for each in mine):
             log.warning(
-                "kvprefetch: the weights were updated without a reset behind it or right before it. This engine stores "
-                "no KV that it computed before, but vLLM goes on with it: reset at each update"
+                "kvprefetch: the weights were updated without a reset right before or after. This engine stores no KV "
+                "that it computed before, but vLLM goes on with it: reset at each update"
             )
             return News.CHANGED
         if not mine or self.generation:

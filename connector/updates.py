@@ -29,10 +29,14 @@ def of_worker(worker: Any, *, eplb: bool) -> Updates:
     """Watch a worker of vLLM, None where it was not found. `eplb`: its experts change places by themselves."""
     if worker is None:
         return Updates(unknown="vLLM's worker was not found")
+    try:
+        runner, models = worker.model_runner, built.models(worker)
+    except Exception as error:  # of a kind of worker that is not known
+        return Updates(unknown=f"{type(worker).__name__} shows no model: {error}")
     found = Updates(functools.partial(built.models, worker), "enable_eplb moves the experts" if eplb else "")
-    for holder in (worker, worker.model_runner):
+    for holder in (worker, runner):
         found.watch(holder, [name for name in dir(type(holder)) if _updates(name)])
-    for model in built.models(worker):
+    for model in models:
         found.watch(model, ["load_weights"])
     return found
 

@@ -17,6 +17,7 @@ from kvprefetch.connector.updates import Updates
 from kvprefetch.connector.weights import digest
 from kvprefetch.kv.keys import owner, whole_prefix
 
+from .fakes import fails_with
 from .test_worker import EPOCH, load, make
 
 
@@ -145,17 +146,25 @@ def test_a_name_that_is_used_again_finds_no_others_kv() -> None:
     assert again[1] != again[3]
 
 
-def test_the_digest_waits_for_a_step_that_computes_something() -> None:
+def test_p39_the_digest_waits_for_a_step_that_computes_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a paused engine, in which saves are acknowledged, come before the update."""
-    engine, plain = Engine(), Engine()
-    engine.resets.begin()
-    for _ in range(3):
-        assert not engine.step(computes=False)
-    assert not engine.usable
-    engine.update(2.0)
-    engine.step()
-    assert engine.heard == [News.NOTHING]
-    assert engine.keys() == trained(plain, 2.0)
+
+    def check() -> None:
+        engine = Engine()
+        engine.resets.begin()
+        for _ in range(3):
+            assert not engine.step(computes=False)
+        engine.update(2.0)
+        engine.step()
+        assert engine.heard == [News.NOTHING]
+        assert engine.keys() == trained(Engine(), 2.0)
+
+    begins = Updates.step_begins
+
+    def hasty(self: Updates, step: OfReset, *, loads: bool) -> None:
+        begins(self, step._replace(computes=True), loads=loads)
+
+    fails_with(check, monkeypatch, Updates, "step_begins", hasty)
 
 
 @pytest.mark.parametrize("call", ["update_weights", "reload_weights", "load_weights", "runner", "extension"])
@@ -278,7 +287,7 @@ def test_a_start_without_updates_takes_no_digest() -> None:
     assert engine.heard == []
 
 
-@pytest.mark.parametrize("what", ["worker", "eplb", "error"])
+@pytest.mark.parametrize("what", ["worker", "models", "eplb", "error"])
 def test_weights_that_cannot_be_compared_are_an_engines_own(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """One line says why, once."""
     worker = Worker()
@@ -287,7 +296,8 @@ def test_weights_that_cannot_be_compared_are_an_engines_own(what: str, caplog: p
     engine, keys = Engine(), set[str]()
     engine.workers = [worker]
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
-        engine.watched = [updates.of_worker(None if what == "worker" else worker, eplb=what == "eplb")]
+        found = {"worker": None, "models": SimpleNamespace(model_runner=None)}.get(what, worker)
+        engine.watched = [updates.of_worker(found, eplb=what == "eplb")]
         for _ in range(3):
             engine.resets.begin()
             engine.step()
