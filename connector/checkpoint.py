@@ -17,7 +17,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 _TORCH = ("pt", "npcache")
 _TORCH_AS_WELL = ("auto", "hf")
 
-# Files that say how a model computes; not generation_config.json, nor the tokenizer: its tokens are in every hash.
+# Files that say how a model computes (lists/files.tsv has the rest).
 CONFIGURATION = (
     "config.json",
     "params.json",
@@ -46,10 +46,21 @@ CONFIGURATION = (
 )
 # Files that say how an image, a video or a sound is processed before the model sees it.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Files that make a tokenizer.
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tekken.json",
+    "*.tiktoken",
+)
+_DATA = ("*.json", "*.yaml", "*.yml", "*.npy", "*.npz")
 # Keys of a configuration about its origin or its libraries; the engine's dtype is compared on its own.
 _PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
-_DECIDING = ("*.safetensors", "*.bin", "*.pt", "*.json", "*.py")
+_DECIDING = ("*.safetensors", "*.bin", "*.pt", "*.py", *_DATA)
 
 _Range = tuple[int, int]  # offset and length, in bytes
 
@@ -62,8 +73,14 @@ def folder(name: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the folder of a model, by its path or by its name on the Hub, where vLLM has downloaded it."""
     if os.path.exists(name):
         return Path(name)
+    from vllm import envs
     from vllm.transformers_utils.repo_utils import hf_api
 
+    if envs.VLLM_USE_MODELSCOPE:
+        from modelscope.hub.snapshot_download import snapshot_download
+
+        found = snapshot_download(model_id=name, revision=revision, cache_dir=download_dir, local_files_only=True)
+        return Path(found)
     return Path(hf_api().snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
 
 
@@ -96,6 +113,8 @@ def weights(folders: Iterable[Path], load_format: str) -> str:
             raise ValueError(f"there are no weights to read: load_format={load_format} folder={each}")
         found += [digest_of(index.read_bytes()) for index in sorted(each.glob("*.index.json"))]
         found.append(sample(files))
+        if len({file.name.startswith("consolidated") for file in each.glob("*.safetensors")}) == 2:
+            found.append("mistral" if load_format in ("auto", "mistral") else "hf")
     return digest_of(" ".join(found).encode())
 
 
@@ -194,16 +213,38 @@ def _offsets(name: str, entry: Any) -> _Range:
 # --- configuration and code -------------------------------------------------------------------------------------------
 
 
-def configuration(folders: Iterable[Path], names: Sequence[str]) -> dict[str, Any]:
+def configuration(folders: Iterable[Path], names: Sequence[str], *, needed: bool = True) -> dict[str, Any]:
     """Return the content of these files without its provenance, each from the first folder that has it."""
     found: dict[str, Any] = {}
     for folder in folders:
         for name in names:
             if name not in found and (folder / name).exists():
                 found[name] = _lasting(json.loads((folder / name).read_bytes()))
-    if not found:
+    if needed and not found:
         raise ValueError(f"there is no configuration to read: expected={' or '.join(names[:2])}")
     return found
+
+
+def processor_class(folders: Iterable[Path], processors: Mapping[str, Any]) -> str:
+    """Return the class that vLLM takes from tokenizer_config.json, where no processor's file names one; or ""."""
+    named = [*processors.values(), *configuration(folders, ("tokenizer_config.json",), needed=False).values()]
+    *first, last = [each.get("processor_class", "") if isinstance(each, dict) else "" for each in named] or [""]
+    return "" if any(first) else str(last)
+
+
+def data(folders: Iterable[Path]) -> dict[str, Path]:
+    """Return the data files of these folders, by their names in them, each from the first folder that has it."""
+    found: dict[str, Path] = {}
+    for each in folders:
+        for file in (file for pattern in _DATA for file in _below(each, pattern)):
+            found.setdefault(file.relative_to(each).as_posix(), file)
+    return found
+
+
+def tokenizer(folder: Path) -> str:
+    """Return the digest of the files that make a tokenizer; "" where there are none."""
+    files = sorted({file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()})
+    return digest_of(" ".join([f"{each.name} {sample([each])}" for each in files]).encode()) if files else ""
 
 
 def _lasting(config: Any) -> Any:

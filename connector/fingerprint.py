@@ -154,13 +154,17 @@ def digest(fingerprint: Mapping[str, str]) -> str:
 def _of_model(model: Any, load: Any, since_ns: int) -> dict[str, str]:
     if getattr(model, "model_weights", ""):
         raise ValueError(f"the weights are not files of the model's folder: model_weights={model.model_weights}")
-    towers = [(name, None) for each in _TOWERS if (name := getattr(model.hf_config, each, None))]
-    folders = [checkpoint.folder(*one, load.download_dir) for one in ((model.model, model.revision), *towers)]
+    names = [(model.model, model.revision)]
+    names += [(name, None) for each in _TOWERS if (name := getattr(model.hf_config, each, None))]
+    folders = [checkpoint.folder(*one, load.download_dir) for one in names]
     # download_dir is where weights go; the rest of a model is in the Hub's own cache.
-    beside = [checkpoint.folder(model.model, model.revision, None)]
+    own, *towers = ([checkpoint.folder(*one, None), weights] for one, weights in zip(names, folders, strict=True))
+    beside = own[:1]
     if model.hf_config_path:
         beside.insert(0, checkpoint.folder(model.hf_config_path, getattr(model, "_hf_config_revision", None), None))
-    config = _config(model, [*beside, folders[0]])
+    config = _config(model, [*beside, folders[0]], own)
+    if towers:
+        config["towers"] = [checkpoint.configuration(each, checkpoint.CONFIGURATION) for each in towers]
     found = {
         "architecture": str(model.architecture),
         "dtype": _name(model.dtype),
@@ -168,21 +172,34 @@ def _of_model(model: Any, load: Any, since_ns: int) -> dict[str, str]:
         "config": _digest(config),
         "weights": checkpoint.weights(folders, load.load_format),
     }
+    if rest := _rest([*beside, folders[0]]):
+        found["files"] = _digest(rest)
+    if tokenizer := _tokenizer(model, own):
+        found["tokenizer"] = tokenizer
     if model.trust_remote_code:
         others = [(name, None) for name in checkpoint.repositories(config)]
         if model.code_revision and not Path(model.model).exists():
             others.append((model.model, model.code_revision))
         beside += (checkpoint.folder(*one, None) for one in others)
         found["code"] = checkpoint.code(beside) or "none"
-    for each in dict.fromkeys([*folders, *beside]):
+    for each in dict.fromkeys([*folders, *beside, *(place[0] for place in towers)]):
         checkpoint.check_unchanged(each, since_ns)
     return found
 
 
-def _config(model: Any, folders: Sequence[Path]) -> dict[str, Any]:
+def _config(model: Any, folders: Sequence[Path], own: Sequence[Path]) -> dict[str, Any]:
+    """`folders`: where config.json is from; `own`: the model's, where its processors are from."""
     media = model.multimodal_config
-    names = checkpoint.CONFIGURATION + (checkpoint.PROCESSORS if media is not None else ())
-    found: dict[str, Any] = {"files": checkpoint.configuration(folders, names)}
+    found: dict[str, Any] = {"files": checkpoint.configuration(folders, checkpoint.CONFIGURATION)}
+    if {"config.json", "params.json"} <= found["files"].keys():
+        form = str(model.config_format)
+        found["config_format"] = "mistral" if form == "auto" and any(own[-1].glob("consolidated*")) else form
+    if model.hf_config_path and (said := checkpoint.configuration(own, checkpoint.CONFIGURATION[2:], needed=False)):
+        found["own"] = said
+    if media is not None:
+        found["files"] |= checkpoint.configuration(own, checkpoint.PROCESSORS, needed=False)
+        if processor := checkpoint.processor_class(own, found["files"]):
+            found["processor_class"] = processor
     if overrides := _overrides(model.hf_overrides):
         found["hf_overrides"] = overrides
     found.update({name: value for name in _OPTIONS if (value := getattr(model, name, None))})
@@ -191,14 +208,35 @@ def _config(model: Any, folders: Sequence[Path]) -> dict[str, Any]:
         found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
     if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
         found["mm_encoder_fp8_scales"] = checkpoint.digest_of(Path(scales).read_bytes())
-    if "longrope" in json.dumps(model.hf_config.to_dict(), default=str):  # vLLM chooses its factors by this length
+    # vLLM chooses these kinds' factors by this length.
+    if re.search("longrope|max_trained_positions", json.dumps(model.hf_config.to_dict(), default=str)):
         found["max_model_len"] = model.max_model_len
     return found
+
+
+def _rest(folders: Sequence[Path]) -> dict[str, str]:
+    """Return the digests of data files that other parts do not have, unless a line says that they decide nothing."""
+    found = checkpoint.data(folders)
+    lines = {name: identity.rule("files", name) for name in found}
+    counted = (name for name, line in lines.items() if line is None or line.verdict == "decides")
+    return {name: checkpoint.sample([found[name]]) for name in counted}
+
+
+def _tokenizer(model: Any, own: Sequence[Path]) -> str:
+    """Return the digest of the tokenizer's files where the model may read them: it does, or an option names another."""
+    mine = next(filter(None, map(checkpoint.tokenizer, own)), "")
+    chosen = getattr(model, "tokenizer", None) or model.model
+    used = mine
+    if chosen != model.model:
+        used = checkpoint.tokenizer(checkpoint.folder(chosen, getattr(model, "tokenizer_revision", None), None))
+    return used if used != mine or identity.reads_tokenizer(model) else ""
 
 
 def _overrides(given: Any) -> object:
     """Return a comparable form of `hf_overrides`: vLLM's own function, which draft models have, by its name."""
     if not callable(given):
+        if isinstance(given, dict) and (file := given.get("quantization_config_file")):
+            return given | {"quantization_config_file": checkpoint.digest_of(Path(file).read_bytes())}
         return given
     if isinstance(given, functools.partial):  # so from vLLM 0.33 on
         bound = [*map(_overrides, given.args), {name: value for name, value in given.keywords.items() if value}]

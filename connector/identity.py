@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -39,7 +40,7 @@ class Rule(NamedTuple):
 
 @functools.cache
 def rules(name: str) -> Mapping[str, Rule]:
-    """Return the lines of a list, by name or pattern: "environment", "fields" or "files"."""
+    """Return the lines of a list, by name or pattern: "environment", "fields", "files" or "tokenizers"."""
     lines = (_LISTS / f"{name}.tsv").read_text().splitlines()
     rows = (line.split("\t") for line in lines if not line.startswith("#"))
     return {each: Rule(*rest) for each, *rest in rows if each != "name"}
@@ -138,6 +139,20 @@ def _plugins(chosen: str | None) -> Iterator[importlib.metadata.EntryPoint]:
         for plugin in importlib.metadata.entry_points(group=group):
             if (names is None or plugin.name in names) and not plugin.module.startswith("kvprefetch."):
                 yield plugin
+
+
+def reads_tokenizer(model: Any) -> bool:
+    """Whether the model itself, not only what makes its prompts, reads the tokenizer."""
+    from vllm.model_executor.models import registry
+
+    now = registry.ModelRegistry.models.get(str(model.architecture))
+    cls = getattr(now, "model_cls", None) or getattr(
+        sys.modules.get(getattr(now, "module_name", "")), getattr(now, "class_name", ""), None
+    )
+    modules = [getattr(now, "module_name", "")] if cls is None else [each.__module__ for each in cls.__mro__]
+    verdicts = {line.verdict for each in modules if (line := rule("tokenizers", each))}
+    pruned = getattr(model.multimodal_config, "video_pruning_rate", None)
+    return "decides" in verdicts or ("pruned" in verdicts and bool(pruned))
 
 
 def _registered(found: Identity, model: Any) -> None:

@@ -45,6 +45,7 @@ GPU = tuple(f"shmring/gpu/{name}.py" for name in ("cuda", "driver", "legacy"))
 ALSO = {
     **{name: {"pydantic"} for name in MESSAGES},
     **{name: {"ctypes"} for name in ("shmring/segment.py", *GPU)},
+    "connector/checkpoint.py": {"modelscope"},
     "connector/examine.py": {"huggingface_hub"},
 }
 # Packages with a border of their own: only these files may import them, whatever the folder allows.

@@ -106,6 +106,8 @@ def model_config(folder: Path | str, **changes: Any) -> SimpleNamespace:
         "hf_overrides": {},
         "hf_config": LlamaConfig(),
         "multimodal_config": None,
+        "config_format": "auto",
+        "tokenizer": None,
         "max_model_len": 512,
         **changes,
     }
@@ -311,7 +313,7 @@ def test_files_make_a_difference(model: Path, tmp_path: Path) -> None:
     assert differing(plain, loaded(write_model(tmp_path / "config", rope_theta=5.0))) == {"config"}
     assert differing(plain, loaded(model, hf_config_path=str(tmp_path / "config"))) == {"config"}
     tower = LlamaConfig(audio_model_id=str(tmp_path / "weights"))
-    assert differing(plain, loaded(model, hf_config=tower)) == {"weights"}, "loaded with the model's own"
+    assert differing(plain, loaded(model, hf_config=tower)) == {"config", "weights"}, "loaded with the model's"
 
 
 def test_code_counts_where_it_is_trusted(tmp_path: Path) -> None:
