@@ -56,11 +56,11 @@ _TOKENIZER = (
     "tekken.json",
     "*.tiktoken",
 )
-_DATA = ("*.json", "*.yaml", "*.yml", "*.npy", "*.npz")
+_DATA = (".json", ".yaml", ".yml", ".npy", ".npz")
 # Keys of a configuration about its origin or its libraries; the engine's dtype is compared on its own.
 _PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
-_DECIDING = ("*.safetensors", "*.bin", "*.pt", "*.py", *_DATA)
+_DECIDING = (".safetensors", ".bin", ".pt", ".py", *_DATA)
 
 _Range = tuple[int, int]  # offset and length, in bytes
 
@@ -95,7 +95,7 @@ def check_unchanged(folder: Path, since_ns: int) -> None:
         moved = [ref for ref in refs.rglob("*") if ref.is_file() and ref.read_text().strip() == folder.name]
         changed = moved if len(list(folder.parent.iterdir())) > 1 else []
     else:
-        changed = [file for pattern in _DECIDING for file in _below(folder, pattern)]
+        changed = _below(folder, *_DECIDING)
     for file in changed:
         if file.stat().st_ctime_ns > since_ns:
             raise ValueError(f"changed after the engine began to load the model, so start the engine anew: file={file}")
@@ -122,15 +122,16 @@ def _weight_files(folder: Path, load_format: str) -> list[Path]:
     """Return at least the files that vLLM loads, also from subfolders, which some models name themselves."""
     if load_format not in _SAFETENSORS + _TORCH:
         raise ValueError(f"the weights are not files of the model's folder: load_format={load_format}")
-    files = [] if load_format in _TORCH else _below(folder, "*.safetensors")
+    files = [] if load_format in _TORCH else _below(folder, ".safetensors")
     if load_format in _TORCH or (load_format in _TORCH_AS_WELL and not any(folder.glob("*.safetensors"))):
-        files += _below(folder, "*.bin") + _below(folder, "*.pt")
+        files += _below(folder, ".bin") + _below(folder, ".pt")
     return files
 
 
-def _below(folder: Path, pattern: str) -> list[Path]:
+def _below(folder: Path, *suffixes: str) -> list[Path]:
     """Look behind symbolic links, too, as vLLM does and Path.rglob does not."""
-    return [folder / name for name in sorted(glob.glob(f"**/{pattern}", root_dir=folder, recursive=True))]
+    found = glob.iglob("**/*.*", root_dir=folder, recursive=True)
+    return [folder / name for name in sorted(name for name in found if name.endswith(suffixes))]
 
 
 def sample(files: Sequence[Path]) -> str:
@@ -236,7 +237,7 @@ def data(folders: Iterable[Path]) -> dict[str, Path]:
     """Return the data files of these folders, by their names in them, each from the first folder that has it."""
     found: dict[str, Path] = {}
     for each in folders:
-        for file in (file for pattern in _DATA for file in _below(each, pattern)):
+        for file in _below(each, *_DATA):
             found.setdefault(file.relative_to(each).as_posix(), file)
     return found
 
@@ -261,7 +262,7 @@ def _lasting(config: Any) -> Any:
 def code(folders: Iterable[Path]) -> str:
     """Return the digest of all Python files in these folders, by their names in them; "" where there are none."""
     found = [
-        f"{file.relative_to(each)} {digest_of(file.read_bytes())}" for each in folders for file in _below(each, "*.py")
+        f"{file.relative_to(each)} {digest_of(file.read_bytes())}" for each in folders for file in _below(each, ".py")
     ]
     return digest_of("\n".join(found).encode()) if found else ""
 

@@ -39,6 +39,7 @@ USED: Mapping[str, str] = {
     "vllm.envs": "environment_variables",
     "vllm.model_executor.layers.linear.QKVParallelLinear": "num_kv_head_replicas",
     "vllm.model_executor.models.registry": "ModelRegistry _VLLM_MODELS",
+    "vllm.platforms": "current_platform",
     "vllm.sampling_params": "SamplingParams",
     "vllm.transformers_utils.repo_utils": "hf_api()",
     "vllm.utils.hashing": "get_hash_fn_by_name(name)",

@@ -142,7 +142,7 @@ def of_model(vllm_config: VllmConfig, since_ns: int) -> dict[str, str]:
 def fitting(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """Return the fingerprint as the log shows it: the digest of a value that is long or not plain ASCII."""
     return {
-        name: value if re.fullmatch(r"[ -~]{0,64}", value) else _digest(value) for name, value in fingerprint.items()
+        name: value if re.fullmatch(r"[!-~]{0,64}", value) else _digest(value) for name, value in fingerprint.items()
     }
 
 
@@ -224,12 +224,14 @@ def _rest(folders: Sequence[Path]) -> dict[str, str]:
 
 def _tokenizer(model: Any, own: Sequence[Path]) -> str:
     """Return the digest of the tokenizer's files where the model may read them: it does, or an option names another."""
+    chosen, reads = getattr(model, "tokenizer", None) or model.model, identity.reads_tokenizer(model)
+    if chosen == model.model and not reads:
+        return ""
     mine = next(filter(None, map(checkpoint.tokenizer, own)), "")
-    chosen = getattr(model, "tokenizer", None) or model.model
-    used = mine
-    if chosen != model.model:
-        used = checkpoint.tokenizer(checkpoint.folder(chosen, getattr(model, "tokenizer_revision", None), None))
-    return used if used != mine or identity.reads_tokenizer(model) else ""
+    if chosen == model.model:
+        return mine
+    used = checkpoint.tokenizer(checkpoint.folder(chosen, getattr(model, "tokenizer_revision", None), None))
+    return used if reads or used != mine else ""
 
 
 def _overrides(given: Any) -> object:
@@ -254,8 +256,13 @@ def _kv_dtype(spec: Any, cache_config: Any) -> str:
     """Name the format of quantized KV, which is plain bytes to torch; of states the format of each part."""
     if hasattr(spec, "dtypes"):
         return "+".join(map(_name, spec.dtypes))
+    if _name(spec.dtype) != "uint8":
+        return _name(spec.dtype)
+    from vllm.platforms import current_platform
+
     quantized: str = "fp8_e4m3" if cache_config.cache_dtype == "fp8" else cache_config.cache_dtype
-    return quantized if _name(spec.dtype) == "uint8" else _name(spec.dtype)
+    # MI300's format: a byte means half the value.
+    return f"{quantized}fnuz" if quantized.startswith("fp8") and current_platform.is_fp8_fnuz() else quantized
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, dict[str, object]]:

@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -247,6 +248,14 @@ def test_kinds_of_quantized_kv_are_told_apart() -> None:
         running(spec=spec(dtype=torch.uint8), cache_dtype=kind) for kind in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     ]
     assert [each["kv_dtype"] for each in quantized] == ["fp8_e4m3", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
+
+
+def test_a_byte_of_fp8_means_another_value_on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized: dict[str, Any] = {"spec": spec(dtype=torch.uint8), "cache_dtype": "fp8"}
+    plain, unquantized = running(**quantized), running()
+    monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: True)
+    assert differing(plain, running(**quantized)) == {"kv_dtype"}
+    assert running() == unquantized
 
 
 def test_a_layout_is_the_order_of_a_block_s_dimensions_in_memory() -> None:

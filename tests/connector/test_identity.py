@@ -18,6 +18,7 @@ import vllm.config
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 
 from kvprefetch.connector import fingerprint, identity
 from kvprefetch.connector.hellos import Start
@@ -149,6 +150,7 @@ def other(name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 )
 def test_a_variable_that_decides_is_in_the_key(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = described(write_model(tmp_path / "model"))
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
     before = keys(config)
     if not other(name, monkeypatch):
         pytest.skip(f"this vLLM has no other value of {name}")
@@ -312,6 +314,16 @@ def test_what_changes_no_byte_changes_no_key(model: Path, tmp_path: Path, monkey
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert keys(config) == plain, name
+
+
+def test_a_switch_of_rocm_counts_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its defaults are not those of vLLM 0.31, and engines elsewhere share with that."""
+    config = described(write_model(tmp_path / "model"))
+    plain = keys(config)
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_FP8BMM", "0")
+    assert keys(config) == plain
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    assert keys(config) != plain
 
 
 def test_engines_that_are_not_in_doubt_keep_the_keys_that_they_had(tmp_path: Path) -> None:
