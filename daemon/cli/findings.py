@@ -40,7 +40,7 @@ from ..config.sizes import size
 from ..control.listener import check_place
 from ..runtime.requirements import wanted_address_bytes, wanted_bytes
 from ..store import addresses, window
-from ..store.disk import DiskSpec, check_folder
+from ..store.disk import DiskSpec, check_folder, files_in
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings
 from . import bench
@@ -212,7 +212,7 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
         return
     if there == spec.path:
         try:
-            check_folder(spec.path, spec.path.stat(), os.listdir(spec.path))
+            check_folder(spec.path, spec.path.stat(), files_in(spec.path))
         except (ConfigError, OSError) as refusal:
             yield bad(str(refusal), "--disk names another folder")
             return

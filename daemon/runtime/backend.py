@@ -17,6 +17,7 @@ from ..telemetry.logs import Log
 from ..telemetry.snapshot import Snapshot
 from ..work.calls import Call, Kind
 from ..work.pools import Pools
+from .notify import Notifier
 from .signals import Signals
 
 REOPEN_S = 2.0
@@ -27,8 +28,8 @@ FLUSH_S = 20.0
 class Backend:
     """`master` is the embedded store's; a cluster has its own."""
 
-    def __init__(self, config: DaemonConfig, log: Log, signals: Signals) -> None:
-        self._config, self._log, self._signals = config, log, signals
+    def __init__(self, config: DaemonConfig, log: Log, signals: Signals, notifier: Notifier) -> None:
+        self._config, self._log, self._signals, self._notifier = config, log, signals, notifier
         self.store: Store | None = None
         self.master: EmbeddedMaster | None = None
         self.master_died = False
@@ -52,6 +53,7 @@ class Backend:
         self.store = store
         if self.master is not None and config.disk is not None:
             store.disk_works = self.master.disk_works
+            self._notifier.indexing(self.master.disk_values)
         for attempt in range(OPEN_TRIES):
             account = self.master.opening() if self.master is not None else None
             try:

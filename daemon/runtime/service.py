@@ -58,7 +58,7 @@ class Daemon:
         self._notifier = Notifier()
         self._epoll = select.epoll()
         self._snapshot = Snapshot()
-        self._backend = Backend(config, log, self._signals)
+        self._backend = Backend(config, log, self._signals, self._notifier)
         self._board: Board | None = None
         self._server: MetricsServer | None = None
         self._control: Control | None = None

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,7 @@ class Disk:
             raise ConfigError(f"disk: cannot be used: {error.strerror}: disk={str(self.path)!r}") from None
         if room < self._size_bytes:
             log.warning("disk.small", disk_bytes=self._size_bytes, room_bytes=room)
+        self.values = files_in(self._fd) // 2  # each has two files
         self.watch = DiskWatch(self.path, self._fd)
 
     def close(self) -> None:
@@ -132,24 +132,30 @@ def open_folder(path: Path, log: Any) -> int:
 
 def _close_to_others(fd: int, path: Path, log: Any) -> None:
     found = os.fstat(fd)
-    names = os.listdir(fd)  # raises for a folder that cannot be read to its end; Mooncake's set-up would not
-    check_folder(path, found, names)
+    files = files_in(fd)  # raises for a folder that cannot be read to its end; Mooncake's set-up would not
+    check_folder(path, found, files)
     mode = stat.S_IMODE(found.st_mode)
     if not mode & _OTHERS and mode & stat.S_IRWXU == stat.S_IRWXU:
         return
     os.fchmod(fd, 0o700)
-    log.warning("disk.mended", folder_mode=f"{mode:04o}", files=len(names))
+    log.warning("disk.mended", folder_mode=f"{mode:04o}", files=files)
 
 
-def check_folder(path: Path, found: os.stat_result, names: Sequence[str]) -> None:
-    """Raise ConfigError for a folder with these names in it that the daemon does not take."""
+def files_in(folder: int | Path) -> int:
+    """Count the files of a folder, of which there may be millions. Raises OSError."""
+    with os.scandir(folder) as found:
+        return sum(1 for _ in found)
+
+
+def check_folder(path: Path, found: os.stat_result, files: int) -> None:
+    """Raise ConfigError for a folder with so many files in it that the daemon does not take."""
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"disk: the folder belongs to another user: disk={str(path)!r} uid={found.st_uid} daemon_uid={os.geteuid()}"
             ": chown it to the daemon's user, or name a new folder in one that this user may write to"
         )
     mode = stat.S_IMODE(found.st_mode)
-    if mode & _OTHERS_WRITE and names:
+    if mode & _OTHERS_WRITE and files:
         raise ConfigError(
             f"disk: others may write to the folder, so its values may be anybody's: disk={str(path)!r} mode={mode:04o}"
             ": empty it, or chmod 700 it if you trust what it holds"

@@ -93,6 +93,11 @@ class EmbeddedMaster:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def disk_values(self) -> int:
+        """How many values were on the disk at its start, whose index the store's opening reads."""
+        return self._disk.values if self._disk is not None else 0
+
     def opening(self) -> Untouched:
         """Return the account of the memory that a store takes next; the caller says when it `opened`."""
         self._untouched = Untouched(self._memory_bytes)

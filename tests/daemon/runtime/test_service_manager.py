@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.control.listener import inherited_socket
-from kvprefetch.daemon.runtime.notify import Notifier
+from kvprefetch.daemon.runtime.notify import INDEX_US, VALUE_US, Notifier
+from tests.daemon.stores import engine_with
 from tests.lab.daemon import Daemon
 from tests.support.command import COMMAND, listening, one_line, run
 from tests.support.fake_engine import FakeEngine
@@ -123,6 +124,22 @@ def test_systemd_is_notified_of_a_life_from_ready_to_stopping(
     os.kill(daemon.pid, signal.SIGTERM)
     assert "STATUS" in manager.wait("STOPPING")
     assert daemon.wait_exit(40) == 0
+
+
+def test_a_start_with_values_on_disk_asks_for_the_time_to_read_their_index(
+    serve: Callable[..., Daemon], manager: Manager, tmp_path: Path
+) -> None:
+    """Before it reads the index, as nothing can be sent meanwhile: systemd would end the start again and again."""
+    daemon = serve(disk=f"{tmp_path / 'disk'}:64MiB")
+    engine, _ = engine_with(daemon, "before", 8)
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    serve(disk=f"{tmp_path / 'disk'}:64MiB", env=manager.env)
+    message = manager.wait("EXTEND_TIMEOUT_USEC")
+    assert int(message["EXTEND_TIMEOUT_USEC"]) == INDEX_US + 8 * VALUE_US
+    assert message["STATUS"] == "reading the disk's index: values=8"
+    assert not any("READY" in each for each in manager.heard)
+    manager.wait("READY")
 
 
 @pytest.mark.store
