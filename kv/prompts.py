@@ -23,19 +23,6 @@ SLICE = 1024  # names that are looked at together
 GIVE_UP_SLICES = 16  # that are looked for in staging while the store does not answer
 
 
-def repeats(hashes: bytes, size: int) -> bool:
-    """Return whether a digest of so many bytes occurs twice among these, joined. In a prompt's chain none does."""
-    count = len(hashes) // size
-    if count > 256**size:
-        return True
-    if size >= 8:
-        first = np.sort(np.ndarray(count, "<u8", hashes, 0, (size,)))  # the first 8 bytes of each
-        if not (first[1:] == first[:-1]).any():
-            return False
-    digests: list[bytes] = np.frombuffer(hashes, f"V{size}", count).tolist()
-    return len(set(digests)) < count
-
-
 class Choice(NamedTuple):
     """The longest prefix there is: the first `entries` of `names`, which are joined, in the slot table's order.
 
@@ -72,7 +59,7 @@ class Prompt:
     def __init__(
         self, groups: Groups, hashes: bytes, blocks: range, *, room: int, staged: Callable[[bytes], bool]
     ) -> None:
-        """`hashes`: as many digests of the prompt as these blocks take (Groups.digests), joined; none `repeats`.
+        """`hashes`: as many digests of the prompt as these blocks take (Groups.digests), joined, none twice.
 
         `blocks`: of the unit, those that are not local.
 

@@ -124,6 +124,8 @@ static PyObject *atomics_fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
 
 static PyMethodDef module_methods[] = {
     {"fence", atomics_fence, METH_NOARGS, "fence(): a sequentially consistent fence"},
+    {"repeats", has_repeats, METH_VARARGS,
+     "repeats(digests, size) -> bool: whether one of the digests, of so many bytes each and joined, occurs twice"},
     {"copy", copy_segments, METH_VARARGS,
      "copy(targets, sources, length): so many bytes from each source to its target; both are arrays of addresses"},
     {NULL, NULL, 0, NULL},

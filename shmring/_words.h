@@ -116,6 +116,7 @@ void release(PyObject *self);
 
 /* The module's function `copy`, of _copy.c. */
 PyObject *copy_segments(PyObject *module, PyObject *args);
+PyObject *has_repeats(PyObject *module, PyObject *args);
 
 /* Add the types of _flags.c, _handle.c and _ring.c, in this order; -1 with an exception set. */
 int add_flags_type(PyObject *module);

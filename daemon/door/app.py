@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from pydantic import BaseModel
 
 from ...kv.hashing import BlockHasher, CannotHash
-from ...kv.prompts import repeats
+from ...shmring._atomics import repeats
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
 from ...shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION
 from ...shmring.wire.records import session_digest

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...kv.groups import Groups
-from ...kv.prompts import repeats
+from ...shmring._atomics import repeats
 from ...shmring.wire.admin import Announce, Outcome
 from ..planning.requests import Announced, Failure, Key, Request
 from ..telemetry.trace import Met

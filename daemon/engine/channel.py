@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...kv.groups import Groups
-from ...kv.prompts import repeats
-from ...shmring._atomics import Words
+from ...shmring._atomics import Words, repeats
 from ...shmring.credits import CreditGranter
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.flags import MAX_COUNT, FlagTable, pack, unpack

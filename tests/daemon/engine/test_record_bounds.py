@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.daemon.engine import saver
 from kvprefetch.daemon.planning import holdings
 from kvprefetch.daemon.planning.runs import Lane
-from kvprefetch.kv.prompts import repeats
+from kvprefetch.shmring._atomics import repeats
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.records import MAX_SAVED_BLOCKS, FlagState, ProtocolError, RecordKind, Saved
 from tests.daemon.engine.epochs import Engine, block, digest, later_weights, make_epoch
