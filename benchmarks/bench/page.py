@@ -198,7 +198,8 @@ def section(result: Result, folder: str) -> list[str]:
         "",
         f"![Chart of {name}]({folder}/{name}.svg)",
         "",
-        *reading(result),
+        # The overview has the rest.
+        *(line for line in reading(result) if " against " in line or _comes_behind(result)),
         "",
         f"[All figures]({folder}/README.md#{name}), [raw]({folder}/{name}.json).",
         "",
