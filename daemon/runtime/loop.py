@@ -68,17 +68,18 @@ class Loop:
                 select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
             else:
                 rarer = min(epoch.contain(_rarer, 1.0, epoch.planner) for epoch in busy)
-                self._look([epoch.channel.ring for epoch in busy], rarer, until_ns)
+                waits = any(epoch.planner.requests for epoch in busy)
+                quiet_ns = until_ns if waits else max(epoch.heard_ns for epoch in busy) + QUIET_NS
+                self._look([epoch.channel.ring for epoch in busy], rarer, min(until_ns, quiet_ns))
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
-        if busy or events:
-            self._active_ns = now_ns
         for ring in quiet:
             ring.wake()
         for epoch in self._epochs.attached():  # at once: an engine may wait for the answer
             epoch.drain(time.monotonic_ns() + DRAIN_NS)
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
-        self._handle([fd for fd, _ in events], time.monotonic_ns())
+        if self._handle([fd for fd, _ in events], time.monotonic_ns()) or busy:
+            self._active_ns = now_ns
 
     def _look(self, rings: Sequence[Consumer], rarer: float, until_ns: int) -> None:
         """Look at these rings now and then, until one has a record, a descriptor is readable, or the time is over."""
@@ -112,8 +113,11 @@ class Loop:
                 self._saver = (number + 1) % len(epochs)
                 break
 
-    def _handle(self, fds: list[int], now_ns: int) -> None:
-        """Clear the descriptors that only woke the loop, and let the control socket's part handle the others."""
+    def _handle(self, fds: list[int], now_ns: int) -> bool:
+        """Clear the descriptors that only woke the loop, and let the control socket's part handle the others.
+
+        Return whether another process wanted something: a result may be that of the daemon's own look at the store.
+        """
         doorbells = {epoch.memory.doorbell.fd: epoch.memory.doorbell for epoch in self._epochs.attached()}
         others = []
         for fd in fds:
@@ -126,6 +130,7 @@ class Loop:
             else:
                 others.append(fd)
         self._control.ready(others, now_ns)
+        return bool(others) or not doorbells.keys().isdisjoint(fds)
 
 
 def _rarer(planner: Planner) -> float:

@@ -229,8 +229,10 @@ class Pools:
         return sum(pool.stuck for pool in self._pools.values())
 
     def run_finished(self) -> int:
-        """On the main loop: hand in the results of finished calls; return how many."""
+        """On the main loop: hand in the results of finished calls; return how many. Their bell need wake nobody."""
         count = 0
+        if self._finished and self._rung:
+            self.clear_bell()
         while self._finished:
             self._finished.popleft()()
             count += 1
@@ -242,7 +244,7 @@ class Pools:
             pool.tick(now_ns, self.timeout_ns)
 
     def clear_bell(self) -> None:
-        """On the main loop, before the next `run_finished`."""
+        """On the main loop, before results are taken."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         self._rung = False  # not sooner: the read would clear the bell of a result that came in between

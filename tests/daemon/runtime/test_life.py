@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.runtime.loop import IDLE_AFTER_NS
+from kvprefetch.daemon.telemetry import board
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.wire.records import FlagState, Outcome
@@ -118,6 +119,22 @@ def test_an_idle_daemon_sleeps(serve: Serve) -> None:
         used.append((cpu_s(daemon.pid) - before[1]) / 5)
     assert min(woken) < 40, woken
     assert min(used) < 0.05, used
+
+
+@pytest.mark.stress
+def test_an_idle_daemon_ticks_twice_a_second_also_when_it_looks_at_its_store(serve: Serve) -> None:
+    daemon = serve()
+    FakeEngine(daemon.socket, prefix="idle").load(list(blocks("idle", 4)))
+    ticks = list[float]()
+    while len(ticks) < 3 and min(ticks, default=9.0) >= 2.5:
+        time.sleep(IDLE_AFTER_NS / 1e9 + 1)
+        beats, until = set[int](), time.monotonic() + 11  # it asks a quiet store every ten seconds
+        while time.monotonic() < until:
+            if (picture := board.read(daemon.socket)) is not None:
+                beats.add(picture.beat_ns)
+            time.sleep(0.02)
+        ticks.append(len(beats) / 11)
+    assert min(ticks) < 2.5, ticks
 
 
 def test_while_a_request_waits_the_daemon_hears_pushes_without_a_bell_and_then_sleeps(shared_daemon: Daemon) -> None:

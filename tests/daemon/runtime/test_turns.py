@@ -85,16 +85,31 @@ def test_the_puts_of_engines_take_turns(turns: Turns) -> None:
 
 
 def test_a_loop_with_nothing_to_do_for_a_while_wakes_up_less_often(turns: Turns) -> None:
-    turns.turn()  # a descriptor is readable
+    turns.turn()  # of the daemon's own results
+    now_ns = time.monotonic_ns()
+    assert turns.loop.tick_ns(now_ns) == loop.IDLE_TICK_NS
+    os.eventfd_read(turns.pools.fd)
+    turns.epoll.register(peer := os.eventfd(1))
+    turns.turn()  # a peer's message
     now_ns = time.monotonic_ns()
     assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS - 1_000_000_000) == TICK_NS
     assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == loop.IDLE_TICK_NS
-    os.eventfd_read(turns.pools.fd)
+    os.close(peer)
     turns.loop.turn(now_ns + loop.IDLE_AFTER_NS, 0)  # a turn that finds nothing
     assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == loop.IDLE_TICK_NS
     turns.engines[0].stage((1, 1), "a")
     turns.loop.turn(now_ns + loop.IDLE_AFTER_NS, 0)
     assert turns.loop.tick_ns(now_ns + loop.IDLE_AFTER_NS + 1) == TICK_NS, "a request waits"
+
+
+def test_the_loop_sleeps_soon_after_the_last_record_of_an_engine_without_requests(turns: Turns) -> None:
+    """And not only at the next tick, looking until then."""
+    turns.turn()
+    os.eventfd_read(turns.pools.fd)
+    now_ns = turns.engines[0].epoch.heard_ns = time.monotonic_ns()
+    turns.loop.turn(now_ns, now_ns + 10_000_000_000)
+    assert loop.QUIET_NS < time.monotonic_ns() - now_ns < 5_000_000_000
+    os.eventfd_write(turns.pools.fd, 1)
 
 
 def test_what_becomes_of_many_announcements_is_told_a_few_in_a_turn(turns: Turns) -> None:

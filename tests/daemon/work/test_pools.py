@@ -124,6 +124,16 @@ def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: C
     calls.pools.clear_bell()  # nothing is there, and that is no error
 
 
+def test_a_result_that_was_taken_wakes_nobody(calls: Calls) -> None:
+    """It comes while the loop works, and the loop takes it before it sleeps: a turn more would find nothing."""
+    calls.start("one", Kind.LOOK_UP)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+    calls.result("one")
+    assert not select.select([calls.pools.fd], [], [], 0)[0]
+    calls.start("two", Kind.LOOK_UP)
+    assert select.select([calls.pools.fd], [], [], 30)[0]
+
+
 def test_a_result_that_comes_while_the_bell_is_cleared_silences_no_later_one(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
