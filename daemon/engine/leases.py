@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLACES = 1 << 18  # a power of two, of 16 bytes each; a page of them is memory only once it is used
+ROWS, PLACES = 1 << 16, 4  # of the table of blocks: a power of two, and 16 bytes in each place of a row
 MOST_NAMES = 1 << 16  # that wait to be asked for; more are asked for when they are used again
 HEAD_BYTES = 8  # of a name: its key
+_Keys = npt.NDArray[np.uint64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,8 +50,8 @@ class Leases:
 
     def __init__(self, lease_ns: int) -> None:
         self._again_ns = lease_ns // 2
-        # One place for each block; a newer one there replaces it, and is asked for early.
-        self._keys, self._asked_ns = np.zeros(PLACES, np.uint64), np.zeros(PLACES, np.int64)
+        # When each block was asked for. In a full row a block takes the place of that asked for longest ago.
+        self._keys, self._asked_ns = np.zeros((ROWS, PLACES), np.uint64), np.zeros((ROWS, PLACES), np.int64)
         self._chains: deque[_Chain] = deque()
         self._names = 0  # of the chains that wait
         self._resets = 0
@@ -71,11 +72,12 @@ class Leases:
         if name_bytes <= HEAD_BYTES or not names:
             return
         keys = _keys(names, name_bytes)
-        places = _places(keys)
-        due = np.flatnonzero((self._keys[places] != keys) | (self._asked_ns[places] <= now_ns - self._again_ns))
+        rows = _rows(keys)
+        lately = (self._keys[rows] == keys[:, None]) & (self._asked_ns[rows] > now_ns - self._again_ns)
+        due = np.flatnonzero(~lately.any(axis=1))
         if (room := MOST_NAMES - self._names) and len(due):
             due = due[:room]
-            self._keys[places[due]], self._asked_ns[places[due]] = keys[due], now_ns
+            self._enter(keys[due], now_ns)
             chain = _Chain(np.frombuffer(names, f"V{name_bytes}")[due].tobytes(), name_bytes, held)
             self._chains.append(chain)
             self._names += len(due)
@@ -86,8 +88,13 @@ class Leases:
             keys = _keys(b"".join(names), len(names[0]))
             if 0 in present:
                 keys = keys[np.frombuffer(present, np.bool_)]
-            places = _places(keys)
-            self._keys[places], self._asked_ns[places] = keys, now_ns
+            self._enter(keys, now_ns)
+
+    def _enter(self, keys: _Keys, now_ns: int) -> None:
+        rows = _rows(keys)
+        same, asked_ns = self._keys[rows] == keys[:, None], self._asked_ns[rows]
+        places = np.where(same.any(axis=1), same.argmax(axis=1), asked_ns.argmin(axis=1))
+        self._keys[rows, places], self._asked_ns[rows, places] = keys, now_ns
 
     def next(self, most: int) -> Part | None:
         """Return up to so many names to ask for; None where there are none."""
@@ -132,7 +139,9 @@ class Leases:
 
     def _forget(self, part: Part) -> None:
         """These were not asked for: the next use asks."""
-        self._keys[_places(_keys(b"".join(part.names), part.chain.name_bytes))] = 0
+        keys = _keys(b"".join(part.names), part.chain.name_bytes)
+        at, places = np.nonzero(self._keys[_rows(keys)] == keys[:, None])
+        self._keys[_rows(keys)[at], places] = 0
 
     def _drop(self, chain: _Chain) -> None:
         if self._chains and self._chains[0] is chain:
@@ -141,16 +150,16 @@ class Leases:
 
     def clear(self) -> None:
         """Forget all: the names are of other weights now."""
-        self._keys = np.zeros(PLACES, np.uint64)
+        self._keys = np.zeros((ROWS, PLACES), np.uint64)
         self._chains.clear()
         self._names = 0
         self._resets += 1
 
 
-def _keys(names: bytes | bytearray, name_bytes: int) -> npt.NDArray[np.uint64]:
+def _keys(names: bytes | bytearray, name_bytes: int) -> _Keys:
     """Return a number for each of these joined names."""
     found = np.frombuffer(names, _kind(name_bytes))
-    keys: npt.NDArray[np.uint64] = found["head"] ^ found["group"] * _MIX
+    keys: _Keys = found["head"] ^ found["group"] * _MIX
     return keys
 
 
@@ -161,5 +170,5 @@ def _kind(name_bytes: int) -> np.dtype[np.void]:
     return np.dtype({"names": ["head", "group"], "formats": ["<u8", "u1"], "offsets": offsets, "itemsize": name_bytes})
 
 
-def _places(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    return (keys & np.uint64(PLACES - 1)).view(np.int64)
+def _rows(keys: _Keys) -> npt.NDArray[np.int64]:
+    return (keys & np.uint64(ROWS - 1)).view(np.int64)

@@ -141,6 +141,8 @@ class LookUps:
             return None
         turn = self._new_before > 0
         for renewal in (turn, not turn):
+            if not (self._renewing or self.leases.waiting if renewal else self._queue):
+                continue
             batch = self._due(now_ns) if renewal else Batch(self._new(now_ns), renewal)
             if batch.questions or batch.parts:
                 self._new_before = 0 if renewal else sum(map(len, batch.digests))
