@@ -24,7 +24,7 @@ from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import peer_of, user_id
 from ..shmring.wire.records import PROTOCOL, ProtocolError
-from . import compat, config
+from . import compat, config, identity
 from .starter import Starter
 
 NAME = "KVPrefetchConnector"
@@ -115,6 +115,17 @@ def model(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield "ok", f"{name}: {named}", ""
 
 
+def sharing(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """What of the environment is in the keys of stored KV, or ends its sharing. The engine's log has the rest."""
+    listed = ((name, identity.rule("environment", name)) for name in sorted(os.environ))
+    for name, line in listed:
+        if line is not None and line.verdict == "decides":
+            yield "ok", f"{name} is set: engines with another value share no KV with this one ({line.reason})", ""
+        elif line is not None and line.verdict == "own":
+            what = f"{name} is set, and nothing says what it does to KV: no other start finds what this engine stores"
+            yield "note", what, "unset it, or see docs/reference/identity.md"
+
+
 def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Whether the daemon answers this user, and runs as one that an engine trusts."""
     try:
@@ -190,7 +201,14 @@ def _ours(text: str) -> Mapping[str, Any]:
     raise ValueError(f"kv_transfer_config: kv_connector: should be {NAME}: kv_connector={shown(name)}")
 
 
-CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (environment, configuration, model, daemon, gpu)
+CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
+    environment,
+    configuration,
+    model,
+    sharing,
+    daemon,
+    gpu,
+)
 
 
 def main() -> None:

@@ -122,10 +122,11 @@ def of_engine(
     return found
 
 
-def of_model(vllm_config: VllmConfig, since_ns: int) -> dict[str, str]:
+def of_model(vllm_config: VllmConfig, since_ns: int = 1 << 63) -> dict[str, str]:
     """Return the part that the model's files and options decide. Reads the files.
 
     Raises ValueError where a file changed since the engine was configured (`since_ns`): it may have loaded another one.
+    Without that time no engine has begun.
     """
     said = identity.of_engine(vllm_config, os.environ)
     if said.alone:

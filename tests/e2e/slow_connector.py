@@ -15,7 +15,7 @@ class KVPrefetchConnector(connector.KVPrefetchConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         changing, before = vllm_config, vllm_config.instance_id
 
-        def slow(vllm_config: Any, since_ns: int) -> dict[str, str]:
+        def slow(vllm_config: Any, since_ns: int = 1 << 63) -> dict[str, str]:
             """The engine core runs the configuration's __post_init__ once more at the end of its start."""
             eventually(lambda: changing.instance_id != before, 60)
             return of_model(vllm_config, since_ns)

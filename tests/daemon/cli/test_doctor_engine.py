@@ -71,6 +71,16 @@ def test_a_configuration_that_the_engine_would_refuse_is_bad(given: str, words: 
     assert [line for line in found["configuration"] if line.startswith(words)], found
 
 
+def test_what_of_the_environment_decides_kv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its value, which may be a secret."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_ROUND_TO_THREE_BITS", "hush")
+    found = findings("--kv-transfer-config", transfer())["sharing"]
+    assert [line for line in found if line.startswith("ok VLLM_BATCH_INVARIANT is set: engines with another value")]
+    assert [line for line in found if line.startswith("note VLLM_ROUND_TO_THREE_BITS is set, and nothing says")]
+    assert "hush" not in str(found)
+
+
 @pytest.mark.vllm
 def test_a_key_that_vllm_does_not_know_is_bad() -> None:
     """The keys are those of the installed vLLM's own source."""
