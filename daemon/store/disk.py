@@ -19,6 +19,8 @@ from .errors import StoreError
 
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 50
 DISK_BUFFER_BYTES = 256 << 20  # all that Mooncake reads from a disk at a time goes through
+LOOK_MS = range(500, 60_000)  # Mooncake's default, and the longest
+BLOCKS_BYTES_S = 200_000_000  # of files that hold small values, at the rate at which Mooncake writes them
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -99,10 +101,21 @@ class Disk:
         if self._size_bytes:
             # MAX_TOTAL_SIZE counts values and makes Mooncake evict from 90 % down to 80 %; MAX_PHYSICAL_BYTES counts
             # the blocks that the files take (each value also has a .meta file), and a write above it evicts first.
-            # Mooncake looks at the files twice a second, and writes in between come on top: hence the margin.
+            # Mooncake looks at all files for that, and writes in between come on top: hence the margin, and a pause
+            # in which small values, whose blocks the first bound misses, can hardly use it up.
             found["BUCKET_MAX_TOTAL_SIZE"] = found["TOTAL_SIZE_LIMIT_BYTES"] = str(self._size_bytes)
             found["BUCKET_MAX_PHYSICAL_BYTES"] = str(self._size_bytes * 9 // 10)
+            found["BUCKET_DISK_SCAN_CACHE_MS"] = str(look_ms(self._size_bytes))
         return {f"MOONCAKE_OFFLOAD_{name}": value for name, value in found.items()}
+
+
+def look_ms(size_bytes: int) -> int:
+    """Return the pause between two looks at all files of a disk of this size.
+
+    A look at 120,000 files takes a third of a second, in which nothing is written: each half second would be too often.
+    """
+    margin_ms = size_bytes // 10 * 1000 // BLOCKS_BYTES_S
+    return min(max(LOOK_MS.start, margin_ms), LOOK_MS.stop)
 
 
 def open_folder(path: Path, log: Any) -> int:

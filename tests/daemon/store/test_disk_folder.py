@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from kvprefetch.daemon.config.model import ConfigError
-from kvprefetch.daemon.store.disk import open_folder
+from kvprefetch.daemon.store.disk import files_in, look_ms, open_folder
 from tests.lab.daemon import Daemon
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.support.ordinary import NOBODY
@@ -86,3 +89,35 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=rf"belongs to another user: disk='{tmp_path}' uid={NOBODY} daemon_uid=0"):
         open_folder(tmp_path, structlog.get_logger())
+
+
+@pytest.mark.parametrize(
+    ("size", "pause_ms"), [(16 << 20, 500), (1 << 30, 536), (40 << 30, 21_474), (1 << 40, 60_000), (1 << 50, 60_000)]
+)
+def test_the_pause_between_two_looks_at_all_files_grows_with_the_disk(size: int, pause_ms: int) -> None:
+    """A look at 100,000 files takes as long as half a second's writes; a large disk has room for more in between."""
+    assert look_ms(size) == pause_ms
+
+
+@pytest.mark.stress
+def test_a_disk_with_many_small_values_is_written_to_as_fast_as_an_empty_one(serve: Callable[..., Daemon]) -> None:
+    """Files of 60,000 values, in memory; at two looks a second Mooncake wrote no value in half of the time."""
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm"))
+    try:
+        seconds = []
+        for files in (0, 120_000):
+            for number in range(files):
+                (folder / f"{number}.other").touch(0o600)
+            daemon = serve(disk=f"{folder}:40GiB")
+            engine, values = FakeEngine(daemon.socket, block_bytes=64), 1000
+            before, began = files_in(folder), time.monotonic()
+            for part in range(0, values, 100):
+                names = (hashlib.sha256(f"{files}-{part + number}".encode()).digest() for number in range(100))
+                engine.save({name: 2 * name for name in names})
+            eventually(lambda most=before + 2 * values: files_in(folder) >= most, 60, "all on disk", pause_s=0.2)
+            seconds.append(time.monotonic() - began)
+            engine.close()
+            assert daemon.sigterm(30) == 0
+        assert seconds[1] < 3 * seconds[0] + 2, seconds
+    finally:
+        shutil.rmtree(folder)
