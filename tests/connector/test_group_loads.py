@@ -9,10 +9,11 @@ import pytest
 
 from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
-from kvprefetch.shmring.wire.records import FlagState
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, Blocks, Engine, Request, scheduled_output
 from .test_worker import EPOCH, make
+from .waiting import measured
 
 # A window of two blocks beside full attention.
 GROUPS = Groups((Group(Kind.WINDOW, BLOCK, 2 * BLOCK + 1), Group(Kind.FULL, BLOCK)), BLOCK)
@@ -93,3 +94,18 @@ def test_a_windows_blocks_are_saved_before_those_of_full_attention() -> None:
     request = engine.admitted("r", 6 * BLOCK + 5)
     meta = engine.step([(request, 6 * BLOCK + 5)], tables=(ALL, FULL))
     assert [block for save in meta.saves for block in save.block_ids] == [15, 16, 21]
+
+
+def test_a_fetch_of_several_groups_is_given_up_where_one_group_s_is_stopped() -> None:
+    """A part of its blocks is no prefix: to wait for what is under way would be in vain."""
+    engine = measured(max_running=64, groups=GROUPS)
+    request = engine.add("r", 40 * BLOCK + 1)
+    engine.daemon.look_up("r", 40)
+    assert engine.match(request) == PENDING
+    engine.clock.advance_ms(55)
+    engine.daemon.beat()
+    assert engine.match(request) == NOTHING
+    engine.daemon.drain()
+    assert [ask.stop for ask in engine.daemon.asks] == [False]
+    assert engine.side.counters["stopped"] == 0
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED

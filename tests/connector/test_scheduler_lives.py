@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kvprefetch.connector.session import SchedulerSession
+from kvprefetch.shmring.doorbell import Doorbell
+from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import HUNG_AFTER_NS, PeerState
+from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.wire.records import FlagState
+from tests.support.clock import Clock
 
 from .fakes import BLOCK, Engine, FakeDaemon
 
@@ -129,3 +135,13 @@ def test_the_end_of_a_load_of_a_corrupt_epoch_leaves_the_next_one_alone() -> Non
     engine.acknowledge(meta)
     assert len(engine.link.detached) == 1
     assert engine.match(other) == PENDING
+
+
+def test_memory_of_another_epoch_than_the_daemon_said_is_not_used() -> None:
+    """Loads would name slots of the one, and workers have mapped the other."""
+    daemon = FakeDaemon(Clock())
+    layout = daemon.layout
+    said = Attached(epoch=layout.epoch, segment_bytes=layout.total_bytes, slot_count=layout.slot_count, slot_bytes=0)
+    for wrong in ({"epoch": layout.epoch + 1}, {"slot_count": layout.slot_count + 1}):
+        with pytest.raises(SegmentCorrupt, match="segment is of another epoch: epoch, slot_count, device_slots="):
+            SchedulerSession.map(said.model_copy(update=wrong), [os.dup(daemon.segment.fd), Doorbell.create().fd])

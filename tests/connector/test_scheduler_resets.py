@@ -231,3 +231,18 @@ def test_a_reset_without_a_daemon_is_sent_when_one_is_there() -> None:
     engine.link.session = session
     engine.match(engine.add("r", 3 * BLOCK))
     assert engine.link.resets == [tuple(engine.side.resets.current)]
+
+
+def test_what_was_stored_before_a_reset_is_saved_again_behind_it() -> None:
+    """Its keys name other weights then."""
+    engine = Engine(credits=range(16))
+
+    def saved(name: str) -> int:
+        request = engine.admitted(name, 2 * BLOCK, salt="same", skip_reading_prefix_cache=True)  # no look-up
+        meta = engine.step([(request, 2 * BLOCK)])
+        engine.acknowledge(meta)
+        return sum(len(order.block_ids) for order in meta.saves)
+
+    assert [saved("first"), saved("second")] == [2, 0]
+    engine.reset()
+    assert saved("third") == 2

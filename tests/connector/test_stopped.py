@@ -109,3 +109,14 @@ def test_a_part_that_was_claimed_in_vain_and_taken_back_is_no_miss() -> None:
     assert (engine.side.counters["recomputed"], engine.side.counters["misses"]) == (1, 0)
     engine.daemon.drain()
     assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
+
+
+def test_the_look_up_of_a_fetch_that_goes_on_says_nothing_of_what_is_stored() -> None:
+    """What it found may be lost before it is fetched: such blocks are saved."""
+    engine = Engine(wait_policy="best_effort", credits=range(16))
+    request = engine.add("r", 8 * BLOCK + 1)
+    engine.daemon.stage("r", 5, ready=False, found=8)
+    assert engine.match(request) == (5 * BLOCK, False)
+    engine.allocate(request, 5 * BLOCK)
+    meta = engine.step([(request, 3 * BLOCK + 1)])
+    assert sum(len(order.block_ids) for order in meta.saves) == 3

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.kv.prompts import Prompt as Known
 from tests.support.kv_groups import layouts
 
 LONGEST = 20  # units of a prompt
@@ -140,3 +141,14 @@ def test_groups_without_rules_are_refused_in_one_line(groups: Groups, words: str
 @given(layouts())
 def test_groups_with_rules_are_accepted(groups: Groups) -> None:
     groups.check()
+
+
+def test_a_prefix_ends_at_a_whole_unit_before_the_first_absent_block() -> None:
+    """Full attention may have smaller blocks than a state: a prefix that ends inside the unit has no state."""
+    groups = Groups((Group(Kind.FULL, 32), Group(Kind.STATE, 64)), 32)
+    prompt = Known(
+        groups, b"".join(bytes([number]) * 32 for number in range(6)), range(3), room=100, staged=lambda _: False
+    )
+    while names := prompt.next(100):
+        prompt.found(bytes(name != bytes([3]) * 32 + b"\0" for name in names), bytes(len(names)))
+    assert (prompt.choose().blocks, prompt.choose().entries) == (1, 3), "a unit: two blocks and one state"

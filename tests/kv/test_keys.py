@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from kvprefetch.kv.keys import name_of, owner, whole_prefix
+from kvprefetch.shmring.wire.attach import WorkerInfo
 
 RANK = "m@tp_rank:%s@pcp0@dcp0@pp_rank:%s@group:0@fp:00@"
 
@@ -26,3 +28,10 @@ def test_no_prefix_that_an_engine_may_have_gives_a_key_of_another_user(prefix: s
 def test_all_ranks_of_an_engine_have_one_namespace() -> None:
     names = {name_of(whole_prefix("u7@", RANK % rank, "aa")) for rank in ((0, 0), (1, 0), (3, 1), ("*", "*"))}
     assert names == {"u7@m@tp_rank:*@pcp0@dcp0@pp_rank:*@group:0@fp:00@g:aa@"}
+
+
+@pytest.mark.parametrize("prefix", ["model", "model@tp_rank:1", "model@tp_rank:1@ab"])
+def test_a_prefix_that_does_not_end_with_an_at_sign_is_refused(prefix: str) -> None:
+    """Keys of `m@tp_rank:1` and `m@tp_rank:1a` would have some in common: hashes are hex digits."""
+    with pytest.raises(ValidationError, match="should be printable and end with '@'"):
+        WorkerInfo(block_bytes=1, key_prefixes=[prefix], replicas=1, replica_index=0)

@@ -15,7 +15,7 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.engine.epochs import Engine, give_back, later_weights, make_epoch
+from tests.daemon.engine.epochs import Engine, block, give_back, later_weights, make_epoch
 from tests.support.catalogue import EVENTS
 from tests.support.engine_side import ONE_GROUP, EngineSide, Key
 
@@ -81,6 +81,18 @@ def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its
     engine.done((0, 1), loaded=1)
     epoch.tick(1)
     assert epoch.channel.orphans() == set()
+
+
+def test_a_record_that_comes_a_look_behind_its_flag_says_how_the_request_ended(engine: Engine) -> None:
+    """The engine gives the flag up first, and pushes the record then."""
+    epoch = engine.epoch
+    engine.stage((0, 1), "a")
+    engine.put((0, 1), FlagState.RELEASED, 1)
+    assert epoch.channel.orphans() == set(), "at the first look"
+    assert (0, 1) in epoch.planner.requests
+    engine.done((0, 1), loaded=1)
+    assert epoch.counters["requests"] == 1
+    assert [line["outcome"] for _, line in epoch.traces.recent] == ["loaded"]
 
 
 def test_a_flag_used_again_too_early_leaves_its_request_the_slot_table() -> None:
@@ -185,3 +197,27 @@ def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> Non
     epoch.memory.staging.register(store)
     epoch.end(Ending.ENGINE_GONE)
     give_back(epoch)
+
+
+def test_a_done_of_a_flag_that_is_still_claimed_changes_nothing() -> None:
+    """The engine may read its slots until it gives the flag up."""
+    epoch = make_epoch()
+    engine = Engine(epoch)
+    key = (0, 1)
+    engine.stage(key, "a", "b")
+    engine.put(key, FlagState.CLAIMED, 2)
+    engine.done(key, loaded=2)
+    assert key in epoch.planner.requests
+    assert epoch.gauges()["blocks_pinned"] == 2
+    engine.loaded(key, range(2))
+    assert epoch.gauges()["blocks_pinned"] == 0
+    engine.leave()
+
+
+def test_bad_values_of_older_weights_are_no_misses() -> None:
+    epoch = make_epoch(clock_ns=lambda: 5)
+    engine = Engine(epoch)
+    epoch.parts.bad_values.add(block("a"), 4, asked_ns=3)
+    epoch.reset(later_weights())
+    assert epoch.parts.bad_values.known([block("a")], 6) == []
+    engine.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -146,3 +147,22 @@ def test_of_more_prompts_than_can_be_renewed_the_most_urgent_keep_their_lease() 
     kept = held(40)
     assert kept == list(range(len(kept)))
     assert len(kept) >= 10
+
+
+def test_a_renewal_of_blocks_that_are_chosen_no_more_takes_nothing_away() -> None:
+    """With several groups a shorter prefix has other blocks at the places of the question."""
+    setup = Setup()
+    setup.store("x", *"abc")
+    setup.hint(1, "x")
+    waiting = setup.hint(2, *"abc")
+    setup.ask(0)
+    setup.answer()
+    setup.planner.next_order()
+    setup.planner.next_order()
+    setup.tick(5 * SECOND)
+    assert setup.renewed() == [waiting]
+    questions: Any = setup.sent[-1].questions
+    questions[0] = questions[0]._replace(digests=tuple(block(name) for name in "def"))
+    setup.answered(setup.sent[-1], [Found(bytes(3), bytes(3))], 5 * SECOND)
+    assert setup.renewals == {}
+    assert setup.planner.requests[waiting].limit == 3

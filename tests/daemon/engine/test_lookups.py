@@ -189,3 +189,18 @@ def test_what_is_staged_needs_no_question() -> None:
     shared = setup.hint(2, "a", "b")
     assert setup.answers[shared] == (1, True)
     assert setup.answers[setup.hint(3, "a")] == (1, False)
+
+
+def test_a_late_answer_answers_no_request_twice_that_found_a_part() -> None:
+    setup = Setup()
+    names = [str(i) for i in range(100)]
+    setup.store(*names)
+    key = setup.hint(1, *names)
+    setup.ask(0)
+    setup.answered(setup.sent[0], [Found(b"\1" * 64, bytes(64))], 1)
+    setup.answered(setup.sent[1], None, 4 * SECOND)
+    assert setup.answers[key] == (64, True)
+    setup.hint(2, "x")
+    setup.ask(4 * SECOND)
+    setup.answered(setup.sent[1], [Found(b"\1" * 36, bytes(36))], 5 * SECOND)
+    assert len(setup.sent) == 3, "one batch is out at a time"

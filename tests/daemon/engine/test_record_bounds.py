@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from kvprefetch.daemon.engine import saver
@@ -114,4 +116,60 @@ def test_a_reset_ends_saves_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.epoch.gauges()["saves_queued"] == 0
     assert engine.epoch.counters["lost_saves"] == 4
     assert engine.credits.available() == 4
+
+
+def hint_record(engine: Engine, *, blocks: int = 2, local: int = 0, name: bytes = b"r") -> bytes:
+    """Return a hint in a free flag; the encoder makes none like it."""
+    taken = engine.flags.take(FlagState.HINTED, blocks)
+    assert taken is not None
+    index, generation = taken
+    pages = list(engine.flags.lent(index))
+    head = records.HINT_HEAD.pack(
+        records.PROTOCOL,
+        32,
+        len(name),
+        len(pages),
+        index,
+        blocks,
+        local,
+        0,
+        100,
+        generation,
+        1,
+        records.NO_TRACE,
+        records.NO_SESSION,
+    )
+    return head + name + struct.pack(f"<{len(pages)}I", *pages) + b"".join(digest(str(i)) for i in range(blocks))
+
+
+@pytest.mark.parametrize("local", [3, 1 << 20, (1 << 32) - 1])
+def test_a_hint_with_more_local_blocks_than_blocks_is_a_bad_record(local: int) -> None:
+    """Local blocks are some of all: a larger number would fit no flag."""
+    epoch = make_epoch()
+    engine = Engine(epoch)
+    engine.push(RecordKind.HINT, hint_record(engine, local=local))
+    assert epoch.counters["bad_records"] == 1
+    engine.leave()
+
+
+def test_a_request_s_name_is_bounded() -> None:
+    epoch = make_epoch()
+    engine = Engine(epoch)
+    room = engine.producer.max_payload_bytes - 512
+    engine.push(RecordKind.HINT, hint_record(engine, name=b"n" * min(room, records.MAX_REQUEST_ID_BYTES + 1)))
+    assert epoch.counters["bad_records"] == 1
+    engine.leave()
+
+
+def test_the_end_of_a_refused_use_leaves_the_pages_of_the_flag_s_request() -> None:
+    """The engine may still read its slot table."""
+    epoch = make_epoch(max_blocks=300)
+    engine = Engine(epoch)
+    engine.hint([b"%032d" % i for i in range(300)], key=(0, 1), pages=[0, 1])
+    engine.hint([bytes(32)], key=(0, 2), pages=[5])
+    engine.put((0, 2), FlagState.CANCELLED)
+    engine.done((0, 2))
+    bad = epoch.counters["bad_records"]
+    engine.hint([b"%032d" % i for i in range(300, 600)], key=(1, 1), pages=[0, 1])
+    assert epoch.counters["bad_records"] == bad + 1, "pages of the first request, which may still be written"
     engine.leave()
