@@ -115,9 +115,7 @@ class Consumer:
         length, kind, stamp = _HEADER.unpack_from(self._ring, position)
         if kind == PADDING and stamp == head and position:
             head += capacity - position
-            if head >= tail:
-                raise SegmentCorrupt(f"padding is not followed by a record: head={head} tail={tail}")
-            position = 0
+            position = 0  # without a record here, the stamp is an older one
             length, kind, stamp = _HEADER.unpack_from(self._ring, 0)
         if stamp != head:
             raise SegmentCorrupt(f"record stamp differs: stamp={stamp} position={head}")

@@ -221,10 +221,9 @@ class Epoch(Caller):
         elif record.kind == RecordKind.DONE:
             self._done(records.decode_done(record.payload))
         elif record.kind == RecordKind.SAVED:
-            if not self.closing:
-                saved = records.decode_saved(record.payload)
-                self.channel.check_saved(saved)
-                self._calls.count_puts(self.saver.saved(saved, saving=self.parts.saving))
+            saved = records.decode_saved(record.payload)
+            self.channel.check_saved(saved)
+            self._calls.count_puts(self.saver.saved(saved, saving=self.parts.saving))
         elif record.kind == RecordKind.USED:
             used = records.decode_used(record.payload)
             self.channel.check_used(used)

@@ -196,7 +196,7 @@ def decode_hint(payload: memoryview) -> Hint:
     pages_at = HINT_HEAD.size + id_bytes
     hashes_at = pages_at + 4 * page_count
     size = len(payload) - hashes_at
-    if not 1 <= hash_bytes <= MAX_HASH_BYTES or size <= 0 or size % hash_bytes or id_bytes > MAX_REQUEST_ID_BYTES:
+    if not 1 <= hash_bytes <= MAX_HASH_BYTES or size <= 0 or id_bytes > MAX_REQUEST_ID_BYTES:
         raise ProtocolError(f"hint size differs: bytes={len(payload)} hashes_at={hashes_at} hash_bytes={hash_bytes}")
     if local > blocks or blocks == 0 or page_count == 0:
         raise ProtocolError(f"hint out of bounds: local_blocks={local} blocks={blocks} pages={page_count}")

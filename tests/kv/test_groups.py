@@ -152,3 +152,16 @@ def test_a_prefix_ends_at_a_whole_unit_before_the_first_absent_block() -> None:
     while names := prompt.next(100):
         prompt.found(bytes(name != bytes([3]) * 32 + b"\0" for name in names), bytes(len(names)))
     assert (prompt.choose().blocks, prompt.choose().entries) == (1, 3), "a unit: two blocks and one state"
+
+
+def test_a_block_lost_behind_another_lost_one_makes_no_longer_prefix() -> None:
+    """Fetches end in any order."""
+    groups = Groups((Group(Kind.FULL, 32),), 32)
+    hashes = b"".join(bytes([number]) * 32 for number in range(10))
+    prompt = Known(groups, hashes, range(10), room=0, staged=lambda _: False)
+    while names := prompt.next(100):
+        prompt.found(b"\1" * len(names), bytes(len(names)))
+    assert prompt.choose().blocks == 10
+    prompt.lost(range(3, 4))
+    prompt.lost(range(5, 6))
+    assert prompt.choose().blocks == 3

@@ -95,6 +95,16 @@ def test_a_record_that_comes_a_look_behind_its_flag_says_how_the_request_ended(e
     assert [line["outcome"] for _, line in epoch.traces.recent] == ["loaded"]
 
 
+def test_the_slots_of_a_request_move_in_its_own_use_of_the_flag_alone(engine: Engine) -> None:
+    channel = engine.epoch.channel
+    engine.stage((0, 1), "a")
+    assert channel.move((0, 1), [(0, 5)])
+    engine.put((0, 2), FlagState.READY, 1)
+    assert not channel.move((0, 1), [(0, 6)])
+    assert list(channel.table.read_slots(0, 0, 1)) == [5]
+    engine.put((0, 1), FlagState.READY, 1)
+
+
 def test_a_flag_used_again_too_early_leaves_its_request_the_slot_table() -> None:
     """Else what arrives for the first request would be written behind the end of the second one's table."""
     epoch = make_epoch(max_blocks=300)
