@@ -155,7 +155,7 @@ def test_nothing_that_an_engine_pushes_raises(seed: int) -> None:
         clock, store, pools = [1], Store(chance), RandomPools(chance)
         epoch = make_epoch(store, pools=pools, clock_ns=lambda clock=clock: clock[0])  # type: ignore[misc]
         shared: Any = SimpleNamespace(
-            mode="on", store=store, snapshot=Snapshot(), master_http="", pools=pools, refusals=Refusals()
+            mode="on", store=store, snapshot=Snapshot(), master_http="", pools=pools, refusals=Refusals(), waiting=[]
         )
         engine = EngineSide()
         engine.open(epoch.memory.control.buffer)
