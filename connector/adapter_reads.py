@@ -18,6 +18,8 @@ import torch
 from .adapters import DIGEST_BYTES, of_rank
 from .metadata import Read
 
+# How vLLM takes an adapter; what else of its configuration decides shows in the modules and in the tensors' types.
+_OPTIONS = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras", "enable_tower_connector_lora")
 _THREADS = 4  # hashing releases the interpreter's lock
 
 log = logging.getLogger("vllm.kvprefetch.worker")
@@ -81,7 +83,9 @@ def _content(adapter: Any, manager: Any) -> bytes:
     with expert parallelism its experts' weights, as no other rank reads those.  `manager`: vLLM's LoRAModelManager.
     """
     modules = dict(adapter.loras)
-    own: dict[str, Any] = {name: type(module).__name__ for name, module in manager.modules.items()}
+    kinds = {name: type(module).__name__ for name, module in manager.modules.items()}
+    own: dict[str, Any] = {name: kind.replace("WithSharded", "With") for name, kind in kinds.items()}
+    own.update({name: getattr(manager.lora_config, name, None) for name in _OPTIONS})
     if getattr(manager, "moe_ep_load_spec", None) is not None:
         own.update({f"weights {name}": modules.pop(name) for name in [*modules] if ".experts" in name})
     rest = {name: value for name, value in vars(adapter).items() if name not in ("id", "loras")}
@@ -105,7 +109,7 @@ def _digest(value: Any) -> bytes:
     if isinstance(value, list | tuple):
         return _hash(b"list", *map(_digest, value))
     if not isinstance(value, dict):
-        if not hasattr(value, "__dict__"):
+        if callable(value) or not hasattr(value, "__dict__"):
             raise TypeError(f"unknown: {type(value).__name__}")
         value = vars(value)
     parts: Iterable[tuple[str, Any]] = ((str(name), each) for name, each in sorted(value.items()) if not _is_off(each))

@@ -77,7 +77,7 @@ USED: Mapping[str, str] = {
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
     "vllm.config.LoRAConfig": "enable_tower_connector_lora",
     "vllm.lora.lora_model.LoRAModel": "id loras",
-    "vllm.lora.model_manager.LoRAModelManager": "modules",
+    "vllm.lora.model_manager.LoRAModelManager": "lora_config modules",
     "vllm.lora.request.LoRARequest": "adapter_id load_inplace name path",
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": "_adapter_manager _load_adapter(request) list_adapters()",
     "vllm.v1.core.block_pool.BlockPool": "blocks cached_block_hash_to_block",

@@ -50,6 +50,7 @@ class Modules(LRUCacheLoRAModelManager):
     capacity = 2
 
     def __init__(self, *modules: str) -> None:
+        self.lora_config: Any = SimpleNamespace(enable_moe_shared_loras=False)
         self.supported_lora_modules = MODULES
         self.packed_modules_mapping: dict[str, list[str]] = {}
         self.moe_ep_load_spec: Any = None
@@ -102,8 +103,10 @@ class Rank:
         modules: tuple[str, ...] = ("qkv_proj",),
         loader: Any = LoRAModel,
         experts: object = None,
+        shared: bool = False,
     ) -> None:
         made = Modules(*modules)
+        made.lora_config.enable_moe_shared_loras = shared
         made.moe_ep_load_spec = experts
         self.manager: Any = Manager(loader, dtype, made)
         worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=self.manager))
@@ -185,8 +188,9 @@ def test_what_is_applied_counts(tmp_path: Path) -> None:
         names(path, Rank(modules=("o_proj",))),
         names(path, Rank(modules=("qkv_proj", "visual.proj"))),
         names(path, Rank(dtype=torch.bfloat16)),
+        names(path, Rank(shared=True)),
     ]
-    assert len({name for each in found for name in each}) == 4 * 3
+    assert len({name for each in found for name in each}) == 5 * 3
 
 
 def test_each_read_is_seen_and_told_where_it_is_new(tmp_path: Path) -> None:
