@@ -5,6 +5,7 @@ Those of two vLLMs share what either stored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.e2e.conftest import Site, fingerprint, hits, served
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.engine import Engine, EngineSpec
+from tests.lab.hybrid import make_llama4
 from tests.lab.process import REPO
 from tests.lab.prompts import make_prompts
 
@@ -53,6 +55,31 @@ def test_engines_whose_kv_differs_each_store_and_load_their_own(
         site.fresh(engine)
         served(engine.run(PROMPTS), tokens, HITS)
         engine.stop()
+
+
+@pytest.mark.shows("engines with other KV share nothing", "full attention and chunks")
+def test_an_option_that_scales_queries_makes_another_engine(
+    site: Site, engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Llama 4's files and weights are equal; its generation configuration decides what all later layers keep."""
+    model = make_llama4(tmp_path / "llama4")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "floor_scale": 16, "attn_scale": 2.0}))
+    transfer = ours(site.daemon.socket, cache_prefix="namespace-tuning")
+    spec = EngineSpec(model=model)
+    tuned = spec.but(extra={"override_generation_config": {"attn_temperature_tuning": True}})
+    plain = engines(tuned)
+    right = plain.run(PROMPTS).tokens
+    plain.stop()
+    first = site.engine(spec.but(kv_transfer=transfer))
+    assert first.run(PROMPTS).tokens != right, "or it would not matter"
+    site.fresh(first)
+    second = site.engine(tuned.but(kv_transfer=transfer))
+    served(second.run(PROMPTS), right, [0] * len(PROMPTS))
+    site.fresh(second)
+    assert min(served(second.run(PROMPTS), right).cached_tokens) > 0
+    first.stop()
+    second.stop()
 
 
 @pytest.mark.shows("one release loads what another stored")
