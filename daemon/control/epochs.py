@@ -102,9 +102,12 @@ class Epochs:
         return over
 
     def close(self) -> None:
-        """Close ended epochs that are idle, at the end of the process, which frees their memory."""
-        self.reservations.close()
+        """Close ended epochs that are idle, at the end of the process, which frees their memory.
+
+        Once the store does not let go of one, it is asked no more: each question to a frozen server takes seconds.
+        """
+        asks = self.reservations.close()
         for epoch in self._ended:
             if epoch.idle:
                 epoch.close()
-                epoch.memory.staging.unregister()
+                asks = asks and epoch.memory.staging.unregister()

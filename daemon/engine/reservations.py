@@ -153,11 +153,10 @@ class Reservations:
         """Return a reservation that ended."""
         return self._done.popleft() if self._done else None
 
-    def close(self) -> None:
-        """Let the store forget memory that nobody took, at the end of the process, which frees it."""
-        for _, memory in self._done:
-            if isinstance(memory, EngineMemory):
-                memory.staging.unregister()
+    def close(self) -> bool:
+        """Let the store forget memory that nobody took, at the end of the process; False once it did not."""
+        memories = [memory for _, memory in self._done if isinstance(memory, EngineMemory)]
+        return not self._held and all(memory.staging.unregister() for memory in memories)
 
     def _slab(self, wish: _Wish, result: DeviceStaging | BaseException) -> None:
         """Device memory is there, or refused, in time or too late."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +38,12 @@ class MetadataServer:
         command = [sys.executable, "-m", "mooncake.http_metadata_server", "--host", "127.0.0.1"]
         self._child = process.spawn([*command, "--port", str(self.port)], log=self._log)
         assert process.comes_up(self._child, lambda: process.listens("127.0.0.1", self.port), 30)
+
+    def freeze(self) -> None:
+        """It takes connections, and answers none."""
+        assert self._child is not None
+        for pid in [self._child.pid, *process.descendants(self._child.pid)]:
+            os.kill(pid, signal.SIGSTOP)
 
     def stop(self) -> None:
         if self._child is not None:
@@ -106,3 +114,14 @@ def test_a_stop_does_not_wait_for_memory_that_the_store_holds(daemon: Daemon, me
         began = time.monotonic()
         assert daemon.sigterm(30) == 0
         assert time.monotonic() - began < 10
+
+
+@pytest.mark.stress
+def test_a_stop_asks_a_metadata_server_that_is_frozen_once(daemon: Daemon, metadata: MetadataServer) -> None:
+    """Each question takes six seconds, and then the client leaves the cluster."""
+    engines = [FakeEngine(daemon.socket, engine_id=f"e{number}") for number in range(5)]
+    metadata.freeze()
+    began = time.monotonic()
+    assert daemon.sigterm(60) == 0
+    assert time.monotonic() - began < 25
+    assert len(daemon.records("engine.detached")) == len(engines)
