@@ -127,15 +127,19 @@ class EpochCalls:
             self._ask_again(hashes, hash_bytes, blocks, now_ns, held=True)
 
     def _ask_again(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int, *, held: bool) -> None:
-        if now_ns >= self._services.full_until_ns:
-            names = names_of_prefix(self._parts.engine.groups, hashes, hash_bytes, blocks)
-            self._parts.look_ups.leases.use(names, hash_bytes + 1, now_ns, held=held)
+        leases, groups = self._parts.look_ups.leases, self._parts.engine.groups
+        stop = groups.digests(blocks) * hash_bytes
+        prefix = hashes[stop - hash_bytes : stop]
+        if now_ns >= self._services.full_until_ns and not (held and leases.lately(prefix, now_ns)):
+            names = names_of_prefix(groups, hashes, hash_bytes, blocks)
+            leases.use(names, hash_bytes + 1, now_ns, prefix=prefix, held=held)
 
     def _used_staged(self, request: Request, now_ns: int) -> None:
         """A request uses blocks that were in staging when it was looked up, without a question to the store."""
         if request.announced is None and now_ns >= self._services.full_until_ns and self._services.store.answering:
-            size = request.prompt.name_bytes
-            self._parts.look_ups.leases.use(request.names[: request.issued * size], size, now_ns)
+            leases, size = self._parts.look_ups.leases, request.prompt.name_bytes
+            if not leases.lately(prefix := request.digest(request.issued - 1), now_ns):
+                leases.use(request.names[: request.issued * size], size, now_ns, prefix=prefix)
 
     def _tell_absent(self, names: Sequence[bytes]) -> None:
         """Have the engine save these blocks again, if they are in its cache, and nobody is saving them."""

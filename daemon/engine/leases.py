@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 ROWS, PLACES = 1 << 16, 4  # of the table of blocks: a power of two, and 16 bytes in each place of a row
+MOST_PREFIXES = 4096
 MOST_NAMES = 1 << 16  # that wait to be asked for; more are asked for when they are used again
 HEAD_BYTES = 8  # of a name: its key
 _Keys = npt.NDArray[np.uint64]
+_NEVER = -(1 << 62)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -52,6 +54,8 @@ class Leases:
         self._again_ns = lease_ns // 2
         # When each block was asked for. In a full row a block takes the place of that asked for longest ago.
         self._keys, self._asked_ns = np.zeros((ROWS, PLACES), np.uint64), np.zeros((ROWS, PLACES), np.int64)
+        # Until when no block of a prefix is due: its last one's name is the key. It spares a look at each block.
+        self._prefixes: dict[bytes, int] = {}
         self._chains: deque[_Chain] = deque()
         self._names = 0  # of the chains that wait
         self._resets = 0
@@ -64,23 +68,37 @@ class Leases:
         """Whether there is something to ask for."""
         return bool(self._chains)
 
-    def use(self, names: bytes | bytearray, name_bytes: int, now_ns: int, *, held: bool = True) -> None:
+    def lately(self, prefix: bytes, now_ns: int) -> bool:
+        """Whether all of a prefix, by the name of its last block, was asked for within half a lease."""
+        return self._prefixes.get(prefix, 0) > now_ns
+
+    def use(
+        self, names: bytes | bytearray, name_bytes: int, now_ns: int, *, prefix: bytes = b"", held: bool = True
+    ) -> None:
         """Have the store asked for blocks that a request used, unless it was within half a lease.
 
-        Names are joined.  Without `held` no part of the chain is asked for behind its first absent block.
+        Names are joined; `prefix`: as in `lately`, which knows it then.  Without `held` no part of the chain is asked
+        for behind its first absent block.
         """
         if name_bytes <= HEAD_BYTES or not names:
             return
         keys = _keys(names, name_bytes)
         rows = _rows(keys)
-        lately = (self._keys[rows] == keys[:, None]) & (self._asked_ns[rows] > now_ns - self._again_ns)
-        due = np.flatnonzero(~lately.any(axis=1))
-        if (room := MOST_NAMES - self._names) and len(due):
-            due = due[:room]
+        asked_ns = np.where(self._keys[rows] == keys[:, None], self._asked_ns[rows], _NEVER).max(axis=1)
+        due = np.flatnonzero(asked_ns <= now_ns - self._again_ns)
+        if len(due) > (room := MOST_NAMES - self._names):
+            due, prefix = due[:room], b""
+        if len(due):
             self._enter(keys[due], now_ns)
+            asked_ns[due] = now_ns
             chain = _Chain(np.frombuffer(names, f"V{name_bytes}")[due].tobytes(), name_bytes, held)
             self._chains.append(chain)
             self._names += len(due)
+        if prefix and held:
+            self._prefixes.pop(prefix, None)
+            self._prefixes[prefix] = int(asked_ns.min()) + self._again_ns
+            if len(self._prefixes) > MOST_PREFIXES:
+                del self._prefixes[next(iter(self._prefixes))]
 
     def asked(self, names: Sequence[bytes], present: bytes, now_ns: int) -> None:
         """Note that the store was asked for these names, with a byte for each: 0 where it has it not."""
@@ -139,6 +157,7 @@ class Leases:
 
     def _forget(self, part: Part) -> None:
         """These were not asked for: the next use asks."""
+        self._prefixes.clear()
         keys = _keys(b"".join(part.names), part.chain.name_bytes)
         at, places = np.nonzero(self._keys[_rows(keys)] == keys[:, None])
         self._keys[_rows(keys)[at], places] = 0
@@ -151,6 +170,7 @@ class Leases:
     def clear(self) -> None:
         """Forget all: the names are of other weights now."""
         self._keys = np.zeros((ROWS, PLACES), np.uint64)
+        self._prefixes.clear()
         self._chains.clear()
         self._names = 0
         self._resets += 1

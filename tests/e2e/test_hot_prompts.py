@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,3 +72,50 @@ def test_of_two_ranks_one_s_part_is_stored_again(here: Site, store: Store, tmp_p
     model = make_gemma3(tmp_path / "gemma3", kv_heads=2)
     engine = here.engine(model=model, extra={"cache_prefix": "ranks"}, tensor_parallel_size=2)
     lost_while_idle_and_used_again(here, store, engine, lambda name: "@tp_rank:1" in name, PROMPTS)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_prefix_that_all_requests_use_stays_in_a_store_too_small_for_the_rest(at: At, staged: bool) -> None:
+    """Whether it stays in the engine's own cache, or comes from staging each time."""
+    [prefix] = make_prompts(1, 640, seed=93)
+    questions, fillers = make_prompts(49, 352, seed=94), make_prompts(6, 1024, seed=95)
+    with (
+        Store(memory="32 MB", lease_ms=LEASE_MS) as store,
+        Daemon(mooncake_config=store.config, staging="128MB", extra=AGAIN) as daemon,
+    ):
+        site = at(daemon)
+        engine = site.engine(max_model_len=4096, max_num_batched_tokens=4096, num_gpu_blocks=2048)
+        for number, question in enumerate(questions[:-1]):
+            engine.run([prefix + question], max_tokens=1)
+            if staged:
+                assert engine.reset_prefix_cache()
+            if number % 8 == 7:
+                time.sleep(LEASE_MS / 1000 + 0.2)
+                engine.run([fillers[number // 8]], max_tokens=1)
+        assert store.metric("master_evicted_key_count") > 0
+        engine.stop()
+        engine = site.engine(max_model_len=4096, max_num_batched_tokens=4096)
+        assert engine.run([prefix + questions[-1]], max_tokens=1).cached_tokens == [640]
+        engine.stop()
+
+
+@pytest.mark.stress
+def test_a_store_too_small_for_what_is_used_all_the_time_still_takes_puts(at: At) -> None:
+    """The leases of what engines hold end once a put finds no room."""
+    hot, new = make_prompts(3, 1024, seed=96), make_prompts(4, 256, seed=97)
+    with (
+        Store(memory="8 MB", lease_ms=LEASE_MS) as store,
+        Daemon(mooncake_config=store.config, staging="64MB", extra=AGAIN) as daemon,
+    ):
+        site = at(daemon)
+        engine = site.engine(max_model_len=4096, max_num_batched_tokens=4096, num_gpu_blocks=1024)
+        for prompt in new:
+            engine.run(hot, max_tokens=1)
+            ends = {key.rpartition("@")[2] for key in control.block_keys(site.model, prompt)}
+            engine.run([prompt], max_tokens=1)
+            deadline = time.monotonic() + 20
+            while not ends & {name.rpartition("@")[2] for name in store.names}:
+                assert time.monotonic() < deadline, "no block of the new prompt was stored"
+                engine.run(hot, max_tokens=1)
+        engine.stop()
