@@ -87,6 +87,14 @@ def in_a_wrong_order(foe: Foe) -> None:
         foe.cancel(key)
 
 
+def one_block_again_and_again(foe: Foe) -> None:
+    for number in range(16):
+        foe.hint(foe.digests[:1] * foe.blocks, name=f"r{number}")
+        head = lambda: foe.words.load_acquire(Line.HEAD) == foe.words.load_acquire(Line.TAIL)  # noqa: E731
+        eventually(head, 60, what="the end of the hint")
+    send_message(foe.scheduler, Reset(reset_generation=1, weights=f"{1:032x}"))
+
+
 def reset(foe: Foe) -> None:
     foe.hints(foe.digests[::2] + foe.digests[1::2])
     send_message(foe.scheduler, Reset(reset_generation=1, weights=f"{1:032x}"))
@@ -151,8 +159,8 @@ def large_messages(foe: Foe) -> None:
 
 
 ALL: list[Callable[[Foe], None]] = [
-    absent, in_a_wrong_order, reset, ended, asked_and_stopped, ended_without_a_request, saved_and_dropped,
-    saved_one_by_one_then_reset, records_of_any_bytes, announced, large_messages,
+    absent, in_a_wrong_order, one_block_again_and_again, reset, ended, asked_and_stopped, ended_without_a_request,
+    saved_and_dropped, saved_one_by_one_then_reset, records_of_any_bytes, announced, large_messages,
 ]  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def longest_pause(daemon: Daemon) -> Iterator[Callable[[], float]]:
 
 
 def check(daemon: Daemon, send: Callable[[Foe], None], blocks: int, staged: int) -> None:
-    needs = send in (in_a_wrong_order, reset, ended, asked_and_stopped)
+    needs = send in (in_a_wrong_order, one_block_again_and_again, reset, ended, asked_and_stopped)
     foe = Foe(daemon, blocks, staged if needs else 0)
     with longest_pause(daemon) as pause:
         send(foe)
