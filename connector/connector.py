@@ -297,7 +297,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a layout that cannot be served."""
         if self.keys is None:
             return
-        caches = self._kv_cache_config
+        config, caches = self._as_made
         layers = [layer for group in caches.kv_cache_groups for layer in group.layer_names]
         paged = PagedCache(kv_caches, layers, caches.num_blocks)
         copies, device = copying.for_cache(paged)
@@ -307,9 +307,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
         link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user, start=wait)
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
-        self.worker_side.updates = updates.of_worker(self.worker, eplb=self._vllm_config.parallel_config.enable_eplb)
-        self.worker_side.rank = hellos.rank_of(self._vllm_config, self._tp_rank)
-        if self._vllm_config.lora_config is not None:
+        self.worker_side.updates = updates.of_worker(self.worker, eplb=config.parallel_config.enable_eplb)
+        self.worker_side.rank = hellos.rank_of(config, self._tp_rank)
+        if config.lora_config is not None:
             self.worker_side.adapters = AdapterReads.of(self.worker, self.worker_side.rank)
         self.link = link
         link.start()
