@@ -347,7 +347,7 @@ def test_an_engine_whose_kv_is_not_known_has_keys_of_its_own(
     with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
         for why, broken in (
             ("load_format=dummy", {"load_config": SimpleNamespace(load_format="dummy", download_dir=None)}),
-            ("AttributeError", {"cache_config": SimpleNamespace(**CACHE)}),
+            ("AttributeError", {"compilation_config": None}),
         ):
             connector = worker(tmp_path, monkeypatch, broken)
             assert connector.link is not None
