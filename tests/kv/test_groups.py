@@ -144,14 +144,14 @@ def test_groups_with_rules_are_accepted(groups: Groups) -> None:
 
 
 def test_a_prefix_ends_at_a_whole_unit_before_the_first_absent_block() -> None:
-    """Full attention may have smaller blocks than a state: a prefix that ends inside the unit has no state."""
-    groups = Groups((Group(Kind.FULL, 32), Group(Kind.STATE, 64)), 32)
+    """A block inside the unit would be staged, and named in the slot table, though no prefix has it."""
+    groups = Groups((Group(Kind.FULL, 32), Group(Kind.FULL, 64)), 32)
     prompt = Known(
         groups, b"".join(bytes([number]) * 32 for number in range(6)), range(3), room=100, staged=lambda _: False
     )
     while names := prompt.next(100):
         prompt.found(bytes(name != bytes([3]) * 32 + b"\0" for name in names), bytes(len(names)))
-    assert (prompt.choose().blocks, prompt.choose().entries) == (1, 3), "a unit: two blocks and one state"
+    assert (prompt.choose().blocks, prompt.choose().entries) == (1, 3), "a unit: two blocks and one"
 
 
 def test_a_block_lost_behind_another_lost_one_makes_no_longer_prefix() -> None:

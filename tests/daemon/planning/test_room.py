@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kvprefetch.daemon.planning import planner as planner_module
+from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
 
@@ -161,3 +165,18 @@ def test_room_that_came_free_without_an_event_is_left_to_the_more_urgent_lane() 
     assert run(planner, lanes=[Lane.DISK]) == []
     planner.tick()
     assert run(planner) == [["near"]]
+
+
+def test_what_was_staged_and_not_shown_yet_is_not_shown_once_it_is_taken_back() -> None:
+    """Its slots have another request's blocks by then."""
+    planner, flags = planned(1, 8)
+    waiting, head = hit(planner, 1, "a"), hit(planner, 2, "b")
+    order = planner.next_order()
+    assert order is not None
+    whole = planner_module.Planner  # whose changes nobody carries out yet
+    whole.fetched(planner, order.number, [True], 1)
+    whole.ask(planner, head)
+    assert whole.next_order(planner) is not None
+    assert flags.taken_back == [waiting]
+    changes: list[Any] = list(iter(planner.next_change, None))
+    assert [(type(each), each.request.key) for each in changes] == [(TakenBack, waiting)]
