@@ -103,9 +103,9 @@ def test_a_prefix_that_all_requests_use_stays_in_a_store_too_small_for_the_rest(
 @pytest.mark.stress
 def test_a_store_too_small_for_what_is_used_all_the_time_still_takes_puts(at: At) -> None:
     """The leases of what engines hold end once a put finds no room."""
-    hot, new = make_prompts(3, 1024, seed=96), make_prompts(4, 256, seed=97)
+    hot, new = make_prompts(6, 1024, seed=96), make_prompts(4, 256, seed=97)
     with (
-        Store(memory="8 MB", lease_ms=LEASE_MS) as store,
+        Store(memory="16 MB", lease_ms=LEASE_MS) as store,
         Daemon(mooncake_config=store.config, staging="64MB", extra=AGAIN) as daemon,
     ):
         site = at(daemon)

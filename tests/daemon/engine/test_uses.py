@@ -254,3 +254,28 @@ def test_of_a_chain_that_no_engine_holds_nothing_is_asked_for_behind_its_first_a
     assert part is not None
     assert leases.answered(part, b"\1\0") == ()
     assert not leases.waiting
+
+
+def test_blocks_of_one_row_of_the_table_do_not_drive_each_other_out() -> None:
+    leases = Leases(10 * SECOND_NS)
+    alike = [bytes(2) + bytes([number]) * 30 + b"\0" for number in range(1, 5)]
+    for now in range(1, 5):
+        for name in alike:
+            leases.use(name, 33, now * SECOND_NS)
+    assert [part.names for part in iter(lambda: leases.next(10), None)] == [[name] for name in alike]
+
+
+def test_a_prefix_is_due_with_its_first_block_that_is() -> None:
+    """Others that share its begin had that asked for before: the prefix does not wait for its own last block."""
+    setup = setup_with("abcd")
+    setup.use("abcd")
+    setup.answer()
+    setup.now += HALF_NS - SECOND_NS
+    setup.use("abcx")
+    setup.answer()
+    assert setup.asked == Counter(map(block, "abcdx"))
+    setup.now += SECOND_NS
+    setup.use("abcx")
+    setup.answer()
+    assert {name: setup.asked[block(name)] for name in "abcx"} == {"a": 2, "b": 2, "c": 2, "x": 1}
+    setup.leave()
