@@ -194,19 +194,26 @@ def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing(rese
 
 
 def test_a_store_that_does_not_let_go_of_the_memory_keeps_no_epoch_open() -> None:
-    """The engine may leave while the store is away: that must not end the loop, nor keep the memory."""
+    """The engine may leave while the store is away: that must not end the loop. The memory is kept until it lets go."""
 
     class Stubborn:
+        away = True
+
         def register(self, *_: Any) -> None: ...
 
         def unregister(self, *_: Any) -> None:
-            raise StoreError("unregistering failed with code -1")
+            if self.away:
+                raise StoreError("unregistering failed with code -1")
 
     store: Any = Stubborn()
     epoch = make_epoch(store)
     epoch.memory.staging.register(store)
     epoch.end(Ending.ENGINE_GONE)
-    give_back(epoch)
+    epoch.close()
+    assert not epoch.memory.close()
+    assert epoch.memory.staging.held == "unregistering failed with code -1"
+    store.away = False
+    assert epoch.memory.close()
 
 
 def test_a_done_of_a_flag_that_is_still_claimed_changes_nothing() -> None:
