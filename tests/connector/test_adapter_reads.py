@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -55,6 +56,7 @@ class Modules(LRUCacheLoRAModelManager):
         self.packed_modules_mapping: dict[str, list[str]] = {}
         self.moe_ep_load_spec: Any = None
         self.model: Any = None
+        self._classification_head = None  # of vLLM 0.33
         self.modules = {name: torch.nn.Identity() for name in modules}
         self.loaded: dict[int, LoRAModel] = {}
 
@@ -153,9 +155,10 @@ def test_contents_with_one_hash_have_other_names(tmp_path: Path) -> None:
     path = tmp_path / "sql"
     found = [names(write(path, seed), Rank()) for seed in (1, 2)]
     found.append(names(write(path, 1, lora_alpha=32), Rank()))
-    found.append(names(write(path, 1, alpha_pattern={"v_proj": 4}), Rank()))
     found.append(names(write(path, 1, use_rslora=True), Rank()))
-    assert len({name for each in found for name in each}) == 5 * 3
+    if hasattr(PEFTHelper, "_match_pattern"):  # 0.31 scales all modules alike, whatever the file says
+        found.append(names(write(path, 1, alpha_pattern={"v_proj": 4}), Rank()))
+    assert len({name for each in found for name in each}) == len(found) * 3
 
 
 def test_a_relative_path_names_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
