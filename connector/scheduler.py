@@ -92,7 +92,9 @@ class SchedulerSide:
         if request.resumable:
             return  # vLLM never asks about a session's later chunks, and may cut its tokens back
         if request.prompt_is_token_ids is not None:
-            self._mixed = True
+            if not self._mixed:
+                self._mixed = True
+                self.saves.forget_left()
             return
         geometry, claims = self._geometry, self.claims
         tokens, digests, names = request.num_prompt_tokens, request.block_hashes, None
@@ -123,6 +125,10 @@ class SchedulerSide:
             claims.drop(state, full)
             self.quiet_steps = 0
 
+    def _ambiguous(self, request: Any) -> bool:
+        """Whether its blocks in the engine's own cache may be those of a mixed prompt."""
+        return self._mixed and request.prompt_embeds is not None
+
     # --- matching ---------------------------------------------------------------------------------------------------
 
     def match(self, request: Any, num_computed_tokens: int) -> Reply:
@@ -148,7 +154,7 @@ class SchedulerSide:
             start = num_computed_tokens // self._geometry.block_tokens
             if start and self._unfilled:
                 self._unfilled &= self.requests.keys()
-            if start and (self._stale_local or self._unfilled):
+            if (start and (self._stale_local or self._unfilled)) or self._ambiguous(request):
                 state.taint()
             if state.loading:
                 # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those
@@ -200,8 +206,7 @@ class SchedulerSide:
             self._admitted_without_load(state)
         if not beside:
             self.running.add(request.request_id)
-        named = not self._mixed or request.prompt_embeds is None
-        if state is not None and self._saving and named and not self.saves.complete(state):
+        if state is not None and self._saving and not self.saves.complete(state):
             self.saves.unsaved[request.request_id] = state
 
     @detaching(None)
@@ -257,7 +262,8 @@ class SchedulerSide:
             while self.answered:
                 self.claims.withdraw(self.requests[self.answered.pop()])
             if self.uses.heals:
-                self.uses.heal(session, self.cache, self.requests.values(), stale=self._stale_local)
+                stale = self._stale_local or self._mixed
+                self.uses.heal(session, self.cache, self.requests.values(), stale=stale)
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
             if session is not None and wanted and session.alive(now):
                 block_tokens = self._geometry.block_tokens
@@ -339,7 +345,7 @@ class SchedulerSide:
             self.steps.skip_to(0)
         if state is None:
             return
-        if state.preemptions == request.num_preemptions and not self._stale_local:
+        if state.preemptions == request.num_preemptions and not (self._stale_local or self._ambiguous(request)):
             self.saves.leave(state, block_ids)
         if state.deferred_ns:
             self._waits.over(state, self._now_ns())

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tests.connector.fakes import BLOCK  # noqa: E402
+from kvprefetch.shmring.wire.attach import Absent  # noqa: E402
+from tests.connector.fakes import BLOCK, Engine  # noqa: E402
 from tests.connector.real import RealEngine  # noqa: E402
 
 TOKENS = 2 * BLOCK + 1
@@ -62,3 +63,49 @@ def test_a_prompt_of_embeddings_alone_is_hinted_and_saved_until_a_mixed_one_came
     engine.finish()
     assert engine.side.counters["hints"] == 4
     assert sum(len(order.block_ids) for order in engine.orders("saves")) == 4, "those of the tokens"
+
+
+def test_what_the_store_lost_is_not_saved_again_once_a_mixed_prompt_came(engine: RealEngine) -> None:
+    """vLLM's cache may have the mixed prompt's block under that name."""
+    request = engine.add("alone", None, prompt_embeds=ROWS)
+    names = [digest + b"\0" for digest in request.block_hashes[:2]]
+    engine.stage("alone", 0)
+    engine.finish()
+    for saved in (4, 4):
+        records, told = len(engine.daemon.saved), b"".join(names).hex()
+        engine.link.absent.append(
+            Absent(epoch=1, reset_generation=0, saved_records=records, name_bytes=len(names[0]), names=told)
+        )
+        engine.finish()
+        assert sum(len(order.block_ids) for order in engine.orders("saves")) == saved
+        engine.add("mixed", [0] * TOKENS, **mixed(token_at=3))
+        engine.finish()
+
+
+@pytest.mark.parametrize("how", ["preempted", "left"])
+def test_a_prompt_of_embeddings_is_not_saved_from_blocks_of_a_mixed_one(how: str) -> None:
+    """It began before that one came, and has its blocks by their names later."""
+    engine = Engine(credits=range(8) if how == "preempted" else ())
+    request = engine.admitted("alone", 2 * BLOCK, prompt_embeds=ROWS)
+    assert len(engine.step([(request, BLOCK)]).saves) == (how == "preempted")
+    if how == "left":
+        engine.side.finished(request, [[100, 101]])
+        engine.cache.names[100] = request.names(0, 1)[0]
+    engine.add("mixed", 2 * BLOCK, prompt_is_token_ids=[True, False])
+    if how == "preempted":
+        engine.preempt(request)
+        engine.cache.hits["alone"] = BLOCK
+        engine.admit(request)
+        assert engine.step([(request, BLOCK)]).saves == []
+    else:
+        engine.daemon.credits.grant([1, 2])
+        assert engine.step([(engine.admitted("other", 2), 2)]).saves == []
+
+
+def test_a_prompt_of_embeddings_that_ends_after_a_mixed_one_came_leaves_nothing() -> None:
+    engine = Engine()
+    request = engine.admitted("alone", 2 * BLOCK, prompt_embeds=ROWS)
+    assert engine.step([(request, BLOCK)]).saves == []
+    engine.add("mixed", 2 * BLOCK, prompt_is_token_ids=[True, False])
+    engine.side.finished(request, [[100, 101]])
+    assert not engine.side.saves.left
