@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, identity
+from . import checkpoint, groups, identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,8 +98,7 @@ def of_engine(
     served = kv_cache_config.kv_cache_groups
     specs: dict[str, KVCacheSpec] = {}
     for group in served:
-        wrapped = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs |= {layer: wrapped[layer] if wrapped else group.kv_cache_spec for layer in group.layer_names}
+        specs |= groups.specs_by_layer(group)
     found = {
         "kv_dtype": ",".join(sorted({_kv_dtype(spec, vllm_config.cache_config) for spec in specs.values()})),
         # Ranks that hold the same heads have the same bytes, whatever their number.
