@@ -92,7 +92,7 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     served(third.run(PROMPTS, request_options=options), right[2], hits(PROMPTS))
     adapter(path, 3)
     site.fresh(third)
-    in_place = {"lora": [*options["lora"], None, True]}
+    in_place = {"lora": [*options["lora"], True]}
     served(third.run(PROMPTS, request_options=in_place), right[3])
     site.assert_idle()
     third.stop()

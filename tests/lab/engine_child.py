@@ -150,8 +150,8 @@ class Child:
                 index = order.popleft()
                 request_id = f"pass{self._passes}-{index}"
                 options = dict(message["request_options"])
-                if adapter := options.pop("lora", None):  # name, id, path
-                    options["lora_request"] = LoRARequest(*adapter)
+                if adapter := options.pop("lora", None):  # name, id, path, and whether it is read anew
+                    options["lora_request"] = LoRARequest(*adapter[:3], load_inplace=any(adapter[3:]))
                 if message["priorities"] is not None:
                     options["priority"] = message["priorities"][index]
                 if message["sessions"] is not None:
