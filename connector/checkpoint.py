@@ -60,6 +60,7 @@ _DATA = (".json", ".yaml", ".yml", ".npy", ".npz")
 # Keys of a configuration about its origin or its libraries; the engine's dtype is compared on its own.
 _PROVENANCE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
+READABLE = "(serve the model from files that this process can read)"
 _DECIDING = (".safetensors", ".bin", ".pt", ".py", *_DATA)
 
 _Range = tuple[int, int]  # offset and length, in bytes
@@ -110,7 +111,7 @@ def weights(folders: Iterable[Path], load_format: str) -> str:
     for each in folders:
         files = _weight_files(each, load_format)
         if not files:
-            raise ValueError(f"there are no weights to read: load_format={load_format} folder={each}")
+            raise ValueError(f"there are no weights to read: load_format={load_format} folder={each} {READABLE}")
         found += [digest_of(index.read_bytes()) for index in sorted(each.glob("*.index.json"))]
         found.append(sample(files))
         if len({file.name.startswith("consolidated") for file in each.glob("*.safetensors")}) == 2:
@@ -121,7 +122,9 @@ def weights(folders: Iterable[Path], load_format: str) -> str:
 def _weight_files(folder: Path, load_format: str) -> list[Path]:
     """Return at least the files that vLLM loads, also from subfolders, which some models name themselves."""
     if load_format not in _SAFETENSORS + _TORCH:
-        raise ValueError(f"the weights are not files of the model's folder: load_format={load_format}")
+        raise ValueError(
+            f"the weights are not files of the model's folder: load_format={load_format} (load from files)"
+        )
     files = [] if load_format in _TORCH else _below(folder, ".safetensors")
     if load_format in _TORCH or (load_format in _TORCH_AS_WELL and not any(folder.glob("*.safetensors"))):
         files += _below(folder, ".bin") + _below(folder, ".pt")
@@ -147,7 +150,7 @@ def sample(files: Sequence[Path]) -> str:
                     for content in _read(fd, *part):
                         digest.update(content)
             except ValueError as error:
-                raise ValueError(f"{path.name}: {error}") from None
+                raise ValueError(f"{path.name}: {error} (download it again)") from None
     return digest.hexdigest()
 
 
@@ -222,7 +225,7 @@ def configuration(folders: Iterable[Path], names: Sequence[str], *, needed: bool
             if name not in found and (folder / name).exists():
                 found[name] = _lasting(json.loads((folder / name).read_bytes()))
     if needed and not found:
-        raise ValueError(f"there is no configuration to read: expected={' or '.join(names[:2])}")
+        raise ValueError(f"there is no configuration to read: expected={' or '.join(names[:2])} {READABLE}")
     return found
 
 

@@ -129,7 +129,8 @@ def of_model(vllm_config: VllmConfig, since_ns: int = 1 << 63) -> dict[str, str]
     """
     said = identity.of_engine(vllm_config, os.environ)
     if said.alone:
-        raise ValueError(f"nothing says what this does to KV: {'; '.join(said.alone)}")
+        cure = "(start without it, or install its code as a package that is not editable)"
+        raise ValueError(f"nothing says what this does to KV {cure}: {'; '.join(said.alone)}")
     model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
     found = said.decides | _of_model(model, load, since_ns)
     # A draft model's layers are in the block, too; a draft that comes with the model is in the model's files.
@@ -153,7 +154,8 @@ def digest(fingerprint: Mapping[str, str]) -> str:
 
 def _of_model(model: Any, load: Any, since_ns: int) -> dict[str, str]:
     if getattr(model, "model_weights", ""):
-        raise ValueError(f"the weights are not files of the model's folder: model_weights={model.model_weights}")
+        said = f"model_weights={model.model_weights} (load from files)"
+        raise ValueError(f"the weights are not files of the model's folder: {said}")
     names = [(model.model, model.revision)]
     names += [(name, None) for each in _TOWERS if (name := getattr(model.hf_config, each, None))]
     folders = [checkpoint.folder(*one, load.download_dir) for one in names]
@@ -245,7 +247,7 @@ def _overrides(given: Any) -> object:
         return [_overrides(given.func), *bound] if any(bound) else _overrides(given.func)
     if getattr(given, "__module__", "").partition(".")[0] == "vllm":
         return f"{given.__module__}.{given.__qualname__}"
-    raise ValueError("hf_overrides is a function")
+    raise ValueError("hf_overrides is a function (give it as JSON)")
 
 
 def _name(dtype: object) -> str:

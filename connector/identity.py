@@ -225,4 +225,4 @@ def _plain(value: Any) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {each.name: given for each in fields if (given := getattr(value, each.name)) != each.default}
-    raise TypeError(f"cannot be compared: type={type(value).__name__}")
+    raise TypeError(f"cannot be compared: type={type(value).__name__} (give the option as JSON)")

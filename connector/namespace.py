@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv.keys import rank_prefix, with_fingerprint
-from . import built, fingerprint, groups
+from . import built, checkpoint, fingerprint, groups
 from .geometry import pp_rank
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ def fingerprinted(
         digits = fingerprint.digest(found)
     except Exception as error:
         unknown = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if isinstance(error, OSError):  # our own errors name their cures
+            unknown += f" {checkpoint.READABLE}"
     return Namespace(tuple(with_fingerprint(prefix, digits) for prefix in keys.prefixes), found, unknown)
 
 
@@ -156,8 +158,7 @@ def log_sharing(where: Namespace, *, first_rank: bool) -> None:
         log.log(
             logging.WARNING if first_rank else logging.INFO,
             "kvprefetch: no other engine start finds the KV that this one stores, because its fingerprint is not known"
-            ": %s. Serve the model from files that this process can read; or, if every engine with this model name has "
-            'the same KV, set key_format to "vllm"',
+            ': %s. If that must stay, and every engine with this model name has the same KV, set key_format to "vllm"',
             where.unknown,
         )
     elif first_rank and where.fingerprint:

@@ -14,7 +14,7 @@ import pytest
 from kvprefetch.connector import checkpoint, namespace
 from kvprefetch.connector.hellos import Start
 from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
-from tests.connector.test_fingerprint import model_config, running, write_model
+from tests.connector.test_fingerprint import media, model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32
 PREFIX = "tiny@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@"
@@ -69,6 +69,32 @@ def test_without_a_fingerprint_a_start_has_a_namespace_of_its_own(
     assert where(model).prefixes == first.prefixes
 
 
+CURES: dict[str, dict[str, Any]] = {
+    "start without it, or install its code as a package": {},
+    "give it as JSON": {"hf_overrides": lambda config: config},
+    "give the option as JSON": {"hf_overrides": {"width": object()}},
+    "load from files": {"model_weights": "s3://bucket/model"},
+    "serve the model from files that this process can read": {
+        "multimodal_config": media(mm_encoder_fp8_scale_path="/nowhere/scales.json")
+    },
+    "start the engine anew": {},
+    "download it again": {},
+}
+
+
+@pytest.mark.parametrize("cure", CURES)
+def test_the_log_names_the_cure_of_its_cause(model: Path, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable or a plugin is not cured by other files."""
+    if cure.startswith("start without"):
+        monkeypatch.setenv("VLLM_ROUND_TO_THREE_BITS", "1")
+    if cure.startswith("start the engine"):
+        monkeypatch.setattr(time, "time_ns", lambda: 0)
+    if cure.startswith("download"):
+        (model / "model.safetensors").write_bytes(b"half")
+    found = where(model, **CURES[cure]).unknown
+    assert [each for each in CURES if each in found] == [cure]
+
+
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
@@ -79,6 +105,6 @@ def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest
     assert [level for level, _ in said] == ["INFO", "WARNING", "INFO", "WARNING"]
     known, unknown, _, upstreams = (text for _, text in said)
     assert "weights=" in known
-    assert "not known: ValueError: why. Serve the model from files" in unknown
+    assert "not known: ValueError: why. If that must stay," in unknown
     assert f"keys that begin with {PREFIX} shares the stored KV, and nothing checks" in upstreams
     assert not any("\n" in text for _, text in said)
