@@ -1,7 +1,8 @@
 """Watches the names that others may remove: of the control socket, of the HTTP door's, and of the daemon's picture.
 
 A cleaner of temporary files, or an operator, removes the file; the daemon would go on, and no new engine would find it.
-So the name is made anew, after a pause in which health shows that it is missing.
+So the name is made anew, after a pause in which health shows that it is missing.  In that pause another daemon may
+begin to serve there: from then on all the names are its own, and this daemon leaves them alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from ..config.model import ConfigError
 from ..telemetry.logs import Log
 
-PAUSE_NS = 2_000_000_000  # from the first look that misses a name to each try to make it
+PAUSE_NS = 4_000_000_000  # from the first look that misses a name to each try to make it
 
 
 class Name(NamedTuple):
@@ -24,7 +25,10 @@ class Name(NamedTuple):
 
 
 class Names:
-    """Looks at names, and makes those anew that are missing. Runs on the main loop."""
+    """Looks at names, and makes those anew that are missing. Runs on the main loop.
+
+    The first one is the control socket's: who has that one has the others, so they are made only while it is there.
+    """
 
     def __init__(self, names: Sequence[Name], log: Log) -> None:
         self._names, self._log = names, log
@@ -40,7 +44,7 @@ class Names:
             elif not due_ns:
                 self._missing[name.path] = now_ns + PAUSE_NS, ""
                 self._log.warning("name.missing", file=name.path)
-            elif now_ns >= due_ns:
+            elif now_ns >= due_ns and (name is self._names[0] or self._names[0].path not in self._missing):
                 self._make(name, now_ns, why)
         return [
             f"others removed it: file={path!r}: {why or 'it is made anew in some seconds'}"

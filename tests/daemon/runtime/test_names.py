@@ -12,7 +12,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvprefetch.daemon.config.model import ConfigError
+from kvprefetch.daemon.config.model import ConfigError, Taken
 from kvprefetch.daemon.runtime.names import PAUSE_NS, Name, Names
 from tests.daemon.stores import engine_with
 from tests.lab.daemon import Daemon
@@ -80,6 +80,41 @@ def test_the_folder_may_go_too(serve: Serve, tmp_path: Path) -> None:
     eventually(daemon.socket.exists, what="the socket")
     eventually(door_of(daemon).exists, what="the door's socket")
     FakeEngine(daemon.socket, engine_id="after").close()
+
+
+@pytest.mark.stress
+def test_a_daemon_whose_socket_another_one_has_takes_none_of_its_names(serve: Serve) -> None:
+    daemon = serve()
+    daemon.socket.unlink()
+    successor = serve(socket=daemon.socket)
+    eventually(lambda: len(daemon.records("name.missing")) > 1, what="a try that was refused")
+    wrong = [line["error"] for line in daemon.records("name.missing") if "error" in line]
+    assert len(wrong) == 1
+    assert "another daemon is serving" in wrong[0]
+    assert not daemon.records("name.back")
+    assert not successor.records("name.missing")
+    assert ask_daemon(successor.socket).pid == successor.pid
+    assert daemon.sigterm(30) == 0
+    assert successor.picture.exists()
+    assert ask_daemon(successor.socket).pid == successor.pid
+
+
+def test_no_name_is_made_while_another_daemon_has_the_first_one() -> None:
+    there, made = [True, True], list[int]()
+
+    def refused() -> None:
+        raise Taken("another daemon is serving")
+
+    first = Name("/socket", lambda: there[0], refused)
+    second = Name("/picture", lambda: there[1], lambda: made.append(0))
+    names = Names([first, second], structlog.get_logger())
+    there[:] = [False, False]
+    for number in range(4):
+        names.look(1 + number * PAUSE_NS)
+    assert not made
+    there[0] = True
+    names.look(1 + 4 * PAUSE_NS)
+    assert made
 
 
 def test_a_name_that_cannot_be_made_is_tried_again_and_its_reason_is_logged_once() -> None:
