@@ -224,7 +224,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         reports, failed = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
         if (reports is not None or failed) and self.scheduler_side is not None:
             try:
-                self.scheduler_side.outputs(reports, failed_blocks=bool(failed))
+                self.scheduler_side.outputs(reports, failed_blocks=failed or ())
             except Exception:
                 log.exception(FAILED, "update_connector_output")
 

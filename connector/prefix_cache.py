@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from itertools import dropwhile
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -42,3 +44,12 @@ class PrefixCache(LocalCache):
     def find(self, name: bytes) -> int | None:
         block = self._pool.cached_block_hash_to_block.get_one_block(name[:-1] + self._suffixes[name[-1]])
         return None if block is None else int(block.block_id)
+
+    def forget(self, failed: Collection[int], request_ids: Iterable[str]) -> None:
+        # vLLM has a block under its name before it is filled, and leaves it there when the load failed: the request
+        # computes it anew, unless it ends or is preempted before.  Loads that fail by blocks are of one group.
+        bad = {*failed}
+        for request_id in request_ids:
+            for table in self._manager.get_block_ids(request_id):
+                bad.update(dropwhile(lambda block: block not in failed, table))
+        self._manager.evict_blocks(bad)

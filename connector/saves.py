@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -73,6 +73,9 @@ class LocalCache:
     def find(self, name: bytes) -> int | None:
         """Return a block that the cache has under this name."""
         return None
+
+    def forget(self, failed: Collection[int], request_ids: Iterable[str]) -> None:
+        """A load left these blocks unfilled: no later request finds them, nor what these requests computed on them."""
 
 
 class Saves:

@@ -13,7 +13,7 @@ Rules that keep the engine's contract:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
@@ -279,8 +279,8 @@ class SchedulerSide:
         """The output of the oldest step in flight was processed. Return whether the statistics are to be reported."""
         return self.steps.report_due(self._now_ns(), busy=bool(self.requests))
 
-    def outputs(self, worker_meta: Any, *, failed_blocks: bool = False) -> None:
-        """vLLM's update_connector_output: the ranks' reports, and whether a load left blocks unfilled.
+    def outputs(self, worker_meta: Any, *, failed_blocks: Collection[int] = ()) -> None:
+        """vLLM's update_connector_output: the ranks' reports, and the blocks that a load left unfilled.
 
         The load may be another connector's (MultiConnector).  The engine recomputes these blocks, but steps in flight
         have used their old content, also for requests that share them.
@@ -291,6 +291,7 @@ class SchedulerSide:
                 if state.settled:  # every admitted request is
                     state.taint()
                     self._unfilled.add(state.request.request_id)
+            self.cache.forget(failed_blocks, self._unfilled)
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
         if worker_meta.adapters:  # before the saves: some of them may be of another content than they are named after

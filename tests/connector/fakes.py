@@ -399,7 +399,7 @@ class Engine:
         for _ in range(self.ranks if ranks is None else ranks):
             self.side.outputs(
                 KVPrefetchWorkerMeta(dict.fromkeys(loads, 1), dict.fromkeys(saves, 1), set(failed), set(failed_loads)),
-                failed_blocks=bool(failed_loads),
+                failed_blocks=failed_loads,
             )
 
     def reset(self, digest: bytes = b"weights") -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.request_state import RequestState
 from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.scheduler import SchedulerSide
@@ -213,6 +214,33 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         assert engine.left() == []
 
     fails_with(check, monkeypatch, Saves, "drop", lambda *args: None)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_p31_no_later_request_finds_a_block_that_a_failed_load_left_unfilled(
+    make: Make, monkeypatch: Patch, in_flight: int
+) -> None:
+    """vLLM has it, and what was computed on it, under their names, also where the request ends before it fills them."""
+
+    def check() -> None:
+        engine = make(load_mode="sync", in_flight=in_flight, credits=range(32, 64))
+        first = engine.hinted("first", 5 * BLOCK + 1, 3)
+        engine.workers[0].worker_side.link.sessions.clear()
+        engine.schedule()
+        while engine.flight:
+            engine.process()
+        assert engine.side.counters["failed_loads"] == 1
+        assert len(engine.table("first")) > 3
+        engine.abort("first")
+        second = engine.add("second", first.prompt_token_ids)
+        assert engine.side.cache.tokens(second) == 0
+        assert engine.daemon.hint("second").local_blocks == 0
+        engine.stage("second", 0)
+        engine.run()
+        assert len(engine.tokens["second"]) == 3
+        assert engine.left() == []
+
+    fails_with(check, monkeypatch, PrefixCache, "forget", lambda *args: None)
 
 
 @pytest.mark.parametrize(("in_flight", "second_runner"), [(1, True), (3, False)])

@@ -149,7 +149,7 @@ def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored()
     engine.daemon.stage("r", 2)
     engine.match(request)
     engine.allocate(request, 0)
-    engine.side.outputs(None, failed_blocks=True)
+    engine.side.outputs(None, failed_blocks=[100])
     assert engine.step([(request, 4 * BLOCK)]).saves == []
     engine.admit(waiting)
     assert len(engine.step([(waiting, 2 * BLOCK)]).saves) == 1, "it had no blocks yet"
