@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import vllm
 import vllm.config
@@ -281,13 +282,20 @@ ENVIRONMENT = {
     "HF_HOME": "/nowhere",
     "HF_HUB_OFFLINE": "1",
     "HOME": "/home/another",
+    "HOSTNAME": "node-7",
+    "MASTER_ADDR": "10.0.0.7",
     "NCCL_DEBUG": "INFO",
     "OMP_NUM_THREADS": "2",
+    "PYTHONHASHSEED": "7",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "USER": "another",
     "VLLM_API_KEY": "secret",
     "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+    "VLLM_CACHE_ROOT": "/home/another/.cache/vllm",
+    "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_HOST_IP": "10.0.0.7",
     "VLLM_LOGGING_LEVEL": "DEBUG",
+    "VLLM_LOGGING_PREFIX": "node 7 ",
     "VLLM_PORT": "tcp://10.0.0.1:8000",
     "VLLM_PORT_8000_TCP_ADDR": "10.0.0.1",
     "VLLM_ROUTER_SERVICE_HOST": "10.0.0.1",
@@ -300,6 +308,7 @@ SAME: tuple[dict[str, Any], ...] = (
     {"seed": 7, "served_model_name": "another", "max_num_seqs": 3, "max_num_batched_tokens": 2048},
     {"enforce_eager": False, "kv_cache_memory_bytes": 1 << 30, "disable_log_stats": True},
     {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
+    {"master_addr": "10.0.0.7", "master_port": 29600, "gpu_memory_utilization": 0.5, "download_dir": "/nowhere"},
     {"tensor_parallel_size": 1, "load_format": "safetensors", "enable_chunked_prefill": False},
 )
 
@@ -316,6 +325,55 @@ def test_what_changes_no_byte_changes_no_key(model: Path, tmp_path: Path, monkey
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert keys(config) == plain, name
+
+
+def test_two_users_with_the_same_files_of_the_hub_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a cache of their own (`HF_HOME`), with another node's paths; a third has a newer main."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    found = []
+    for user, size in (("one", 64), ("two", 64), ("three", 128)):
+        cache = tmp_path / user / "hub"
+        repository = cache / "models--team--tiny"
+        commit = f"{size:040}"
+        (repository / "snapshots").mkdir(parents=True)
+        write_model(repository / "snapshots" / commit, size)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        found.append(keys(described("team/tiny")))
+    assert found[0] == found[1] != found[2]
+    assert not any(map(alone, found))
+
+
+def other_release(config: Any, *, later: bool) -> Any:
+    """With the fields that the lists know of other releases, at their defaults; or without those that decide here."""
+    kind, listed = type(config), identity.rules("fields")
+    mine = {each.name: each for each in dataclasses.fields(kind)}
+    own = {name: listed[f"{kind.__name__}.{name}"].verdict for name in mine}
+    made = [(name, Any, dataclasses.field(default=7)) for name in ("of_no_list",) if later]
+    for key, line in listed.items():
+        if later and key.partition(".")[0] == kind.__name__ and (name := key.partition(".")[2]) not in own:
+            value = json.loads(line.baseline or "null")
+            made.append((name, Any, dataclasses.field(default=value[0] if line.verdict == "code" else value)))
+    kept = {name: field for name, field in mine.items() if later or own[name] != "decides"}
+    added: Any = dataclasses.make_dataclass("Added", made)
+    fields = {"__dataclass_fields__": {**kept, **added.__dataclass_fields__}}
+    found: Any = object.__new__(type(kind.__name__, (kind, added), fields))
+    found.__dict__.update(vars(config))
+    for name in own:
+        if own[name] == "lines" and getattr(config, name) is not None:
+            setattr(found, name, other_release(getattr(config, name), later=later))
+    return found
+
+
+def test_releases_with_more_or_fewer_fields_share(model: Path) -> None:
+    config = configured(model)
+    earlier, later = (other_release(config, later=each) for each in (False, True))
+    assert "of_no_list" in {each.name for each in dataclasses.fields(later.model_config)}
+    assert len(dataclasses.fields(earlier.kernel_config)) < len(dataclasses.fields(config.kernel_config))
+    assert keys(config) == keys(earlier) == keys(later)
+    later.kernel_config.of_no_list = 8
+    assert alone(keys(later))
 
 
 def test_a_switch_of_rocm_counts_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

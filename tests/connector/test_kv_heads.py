@@ -164,6 +164,17 @@ def test_engines_with_other_numbers_of_ranks_share_what_is_equal() -> None:
             assert {each.prefixes[group]: each.heads[group] for each in many} == held
 
 
+@pytest.mark.parametrize("layers", [[[8]], [[8], [8]]])
+def test_engines_whose_ranks_have_equal_heads_of_their_own_share(layers: list[list[int]]) -> None:
+    """Two ranks of eight heads, on both: rank by rank, whether the projections are found, and with adapters or not."""
+    first, *others = (
+        [each.prefixes for each in engine(2, 8, layers, **options)]
+        for options in ({}, {}, {"known": False}, {"adapted": True})
+    )
+    assert first[0] != first[1]
+    assert all(each == first for each in others)
+
+
 @pytest.mark.parametrize("wide", [1, 2, 4])
 def test_where_the_heads_are_not_known_no_rank_is_a_replica(wide: int) -> None:
     found = engine(4, wide, [[wide], [wide]], known=False)
