@@ -14,6 +14,7 @@ from typing import Any
 from waitress.channel import HTTPChannel
 from waitress.server import create_server
 from waitress.task import ErrorTask, WSGITask
+from waitress.utilities import Error
 
 from ...shmring.wire.admin import Caller
 from ..control.access import credentials_of
@@ -28,6 +29,7 @@ CONNECTIONS = 128  # of a socket at a time; one costs a descriptor, and a thread
 SLOW_S = 10  # without a byte, then a connection is closed
 MAX_HEADER = 64 << 10
 IN_MEMORY = 64 << 10  # of a body that comes; waitress keeps a longer one in a file until its turn
+BODIES = 8 * MAX_BODY  # of all connections, also of those whose turn has not come
 NICE = 10  # behind the daemon's fetches, FETCH_NICE
 
 
@@ -52,10 +54,18 @@ class _Refusal(ErrorTask):  # type: ignore[misc]
         self.write(said)
 
 
+class _Busy(Error):  # type: ignore[misc]
+    code, reason = 503, "Service Unavailable"
+
+
 class _Channel(HTTPChannel):  # type: ignore[misc]
-    """A caller. Where there are too many, the oldest one without a whole request goes, of the user who has most."""
+    """A caller. Where there are too many, the oldest one without a whole request goes, of the user who has most.
+
+    So does the longest body that still comes, where all of them together are too long.
+    """
 
     task_class, error_task_class = _Task, _Refusal
+    request: Any  # that comes, or None
 
     def __init__(self, server: Any, *arguments: Any, **more: Any) -> None:
         super().__init__(server, *arguments, **more)
@@ -67,6 +77,38 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
             waiting = [each for each in server.active_channels.values() if not each.requests]
             [(most, _)] = Counter(each.uid for each in waiting).most_common(1)
             next(each for each in waiting if each.uid == most).handle_close()
+
+    @property
+    def body_bytes(self) -> int:
+        """How much of its bodies is kept."""
+        return sum(each.body_bytes_received for each in [*self.requests, self.request] if each is not None)
+
+    def received(self, data: bytes) -> bool:
+        taken: bool = super().received(data)
+        if self.body_bytes > IN_MEMORY:
+            kept = {each: each.body_bytes for each in self._map.values() if isinstance(each, _Channel)}
+            if sum(kept.values()) > BODIES:
+                users = Counter[int]()
+                for each, count in kept.items():
+                    users[each.uid] += count
+                [(most, _)] = users.most_common(1)
+                coming = [each for each in kept if each.request is not None]
+                own = [each for each in coming if each.uid == most] or [each for each in coming if each is self]
+                for each in sorted(own, key=kept.__getitem__)[-1:]:
+                    each.refuse()
+        return taken
+
+    def refuse(self) -> None:
+        """Answer before the body is there, and forget what came of it."""
+        with self.requests_lock:
+            request, self.request = self.request, None
+            request.error = _Busy(f"the bodies of all callers are too long: max={BODIES}; try again")
+            request.completed = True
+            request.close()
+            request.body_bytes_received = 0
+            self.requests.append(request)
+            if len(self.requests) == 1:
+                self.server.add_task(self)
 
 
 def _wait_for_the_end() -> None:
@@ -96,6 +138,7 @@ def main(words: list[str]) -> None:
             cleanup_interval=2,
             max_request_body_size=MAX_BODY,
             inbuf_overflow=IN_MEMORY,
+            recv_bytes=IN_MEMORY,
             max_request_header_size=MAX_HEADER,
             ident="kvprefetchd",
             expose_tracebacks=False,

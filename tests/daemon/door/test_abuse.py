@@ -8,6 +8,7 @@ import io
 import json
 import random
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
 from kvprefetch.daemon.door import app as app_module
-from kvprefetch.daemon.door.__main__ import CONNECTIONS, SLOW_S
+from kvprefetch.daemon.door.__main__ import BODIES, CONNECTIONS, SLOW_S
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, MAX_TOKENS, Answered, Prefetch
 from kvprefetch.daemon.door.messages import Messages
@@ -110,6 +111,40 @@ def test_bodies_of_any_kind_take_a_bounded_memory(serve: Serve, unit: str, count
         assert set(pool.map(post, range(5))) == {status}
     most = next(line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM"))
     assert int(most.split()[1]) < 256 << 10, most
+
+
+def test_bodies_that_still_come_are_bounded_over_all_connections(serve: Serve) -> None:
+    """The door keeps them in files that have no name; beyond the bound the longest one is refused."""
+    daemon = serve()
+    engine, values = engine_with(daemon, "bodies", 4)
+    assert announce(daemon, "before", list(values))["outcome"] in ("accepted", "completed")
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(daemon.pid)}
+    [process] = [pid for pid, command in commands.items() if b"kvprefetch.daemon.door" in command]
+
+    def kept() -> int:
+        files = [file.stat() for file in Path(f"/proc/{process}/fd").iterdir()]
+        return sum(each.st_size for each in files if stat.S_ISREG(each.st_mode))
+
+    head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY - 1}\r\n\r\n".encode()
+    count, part = BODIES // MAX_BODY + 2, b" " * (MAX_BODY - (1 << 20))
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(count)]
+        answers = []
+        for each in callers:
+            each.settimeout(20)
+            each.connect(str(hints_socket(daemon.socket)))
+            with contextlib.suppress(ConnectionError):
+                each.sendall(head + part)
+            assert kept() <= BODIES + MAX_BODY // 16
+        for each in callers:
+            each.setblocking(False)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                answers.append(each.recv(4096))
+        assert answers
+        assert {each.split()[1] for each in answers} == {b"503"}
+        assert "the bodies of all callers" in json.loads(answers[0].partition(b"\r\n\r\n")[2])["error"]
+        assert announce(daemon, "after", list(values))["outcome"] in ("accepted", "completed"), "a short one is served"
+    engine.close()
 
 
 def test_a_caller_that_still_sends_gets_the_answer_to_too_large_a_message(serve: Serve) -> None:
