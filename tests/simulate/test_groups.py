@@ -133,8 +133,7 @@ class RealEpoch(Engine):
         while self.pools.calls or self.epoch.start_fetch(Lane.MEMORY):
             asked = self._arguments()[2]
             if self.pools.calls[-1].kind is CallKind.LOOK_UP:
-                [question] = asked
-                self.pools.end([Found(bytes(name in there for name in question), bytes(len(question)))])
+                self.pools.end([Found(bytes(name in there for name in part), bytes(len(part))) for part in asked])
             else:
                 calls.append([name for name, _ in asked])
                 self.pools.end([ErrorClass.MISS if name in gone else ErrorClass.OK for name in calls[-1]])
