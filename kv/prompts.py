@@ -20,7 +20,7 @@ ABSENT, UNKNOWN, MEMORY, DISK = range(4)
 _NOT = bytes.maketrans(b"\0\1", b"\1\0")
 _ON_DISK = bytes(state == DISK for state in range(256))
 SLICE = 1024  # names that are looked at together
-GIVE_UP_SLICES = 16  # that are looked for in staging while the store does not answer
+GIVE_UP_SLICE, GIVE_UP_SLICES = 64, 16  # names that are looked for in staging while the store does not answer
 
 
 class Choice(NamedTuple):
@@ -152,13 +152,16 @@ class Prompt:
                     break  # the prefix ends there
             at += len(items)
 
-    def give_up(self) -> None:
-        """The store does not answer: only what is known to be there, or staged, counts."""
+    def give_up(self) -> int:
+        """The store does not answer: only what is known to be there, or staged, counts. Return how many are absent."""
+        names = 0
         for _ in range(GIVE_UP_SLICES):
-            if not self.next(SLICE):
-                return
+            if not (asked := self.next(GIVE_UP_SLICE)):
+                return names
+            names += len(asked)
             self.found(b"", b"")
         self._end = self._local
+        return names
 
     def _enter(self, number: int, blocks: range | Numbers, states: bytes, *, proven: bool = False) -> None:
         """Note what is known of these blocks. The longest prefix ends before an absent one of full attention.

@@ -37,7 +37,7 @@ class EpochCalls:
         self._parts, self._services, self._caller = parts, parts.services, caller
         self._replies: dict[int, tuple[Announce, Reply]] = {}  # of announcements, by number
         self._announcements = 0
-        self.owes = False  # replies for the next turn of the loop; not where a caller has to read first
+        self.owes = False  # replies, or answers, for the next turn of the loop; not where a caller has to read first
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
@@ -52,7 +52,7 @@ class EpochCalls:
         while self._hint_ahead(now):
             self._look_up_next(now)
             self.publish()
-        self.owes = bool(parts.ahead.outcomes)
+        self.owes = bool(parts.ahead.outcomes) or (parts.look_ups.waiting and not self._services.store.answering)
 
     def _start(self, kind: Kind, run: Callable[[], Any], on_result: OnResult, on_overdue: Callable[[], None]) -> None:
         self._services.pools.start(Call(kind, run, on_result, on_overdue, self._caller))

@@ -3,7 +3,7 @@
 Pure.  One batch is out at a time.  It asks for as many requests as wait then, those that the scheduler asked for first,
 so that a thousand hints make a few calls.  No call grows with a prompt: a request asks slice by slice, in its place of
 the queue, and no further than its first absent block.  A store that does not answer makes every waiting request a miss
-at once.
+in a few events.
 
 A hit that waits longer than half a lease for its fetch is asked for again, which renews the lease: in parts, the most
 urgent request's first.  Batches of renewals take turns with batches of new requests, so that neither waits for all of
@@ -29,6 +29,7 @@ FIRST_DIGESTS = 64  # of a prompt's first slice: a miss then costs little more t
 SLICE_DIGESTS = 4096  # of the later ones: a call of 10 ms, or of 35 where it asks for the medium
 RENEWED_AT_ONCE = 2 * BATCH_DIGESTS  # at least; new requests wait 3 ms for them
 RENEWED_PER_TICK = 16384  # digests: bounds what renewal costs, a tenth of a core
+GIVE_UP_NAMES = 16384  # of requests that are answered in one event while the store does not answer: 3 to 10 ms
 MOST_KEYS = 16384  # of one question: a block has a key for each of its shards
 
 
@@ -110,6 +111,11 @@ class LookUps:
         self._new_before = 0  # digests of the last batch, if it was of new requests: then renewals have their turn
         self._flight: Batch | None = None
         self.leases = Leases(lease_ns)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for a question; not one whose question is out."""
+        return bool(self._waiting) and self._flight is None
 
     @property
     def queued(self) -> int:
@@ -231,22 +237,32 @@ class LookUps:
         return [Lost(request, block)] if wanted else []
 
     def give_up(self, now_ns: int) -> list[Answer]:
-        """Answer every waiting request, since the store does not; those of a batch that is out wait for its end.
+        """Answer waiting requests, since the store does not; those of a batch that is out wait for its end.
 
-        Renewals wait for the store.
+        More of them wait for the next call than GIVE_UP_NAMES are of.  Renewals wait for the store.
         """
         if self._flight is not None:
             return []
-        askings = [each for each in self._waiting.values() if self._lives(each.request)]
-        self._waiting.clear()
-        self._queue.clear()
-        return [self._give_up(each, now_ns) for each in askings]
+        answers = self._give_up_of(list(self._waiting), now_ns)
+        if not self._waiting:
+            self._queue.clear()
+        return answers
+
+    def _give_up_of(self, keys: Sequence[Key], now_ns: int) -> list[Answer]:
+        answers, names = list[Answer](), 0
+        for key in keys:
+            if names >= GIVE_UP_NAMES:
+                break
+            asking = self._waiting.pop(key)
+            if self._lives(asking.request):
+                names += asking.request.prompt.give_up()
+                answers.append(self._answer(asking, now_ns, unavailable=True))
+        return answers
 
     def tick(self, now_ns: int) -> list[Answer]:
         """Answer requests that waited too long; collect the leases to renew."""
         late = [key for key, asking in self._waiting.items() if now_ns - asking.since_ns >= self._timeout_ns]
-        askings = [asking for asking in map(self._waiting.pop, late) if self._lives(asking.request)]
-        answers = [self._give_up(each, now_ns) for each in askings]
+        answers = self._give_up_of(late, now_ns)
         self._room = RENEWED_PER_TICK
         while self._renewals and self._renewals[0][0] <= now_ns:
             _, number, part, key = heapq.heappop(self._renewals)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.daemon.engine import lookups
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BAD_NS
 from kvprefetch.daemon.planning.runs import Lane
@@ -301,3 +302,23 @@ def test_another_mode_refuses_what_waits_for_its_request(setup: Setup) -> None:
     setup.epoch.switch("shadow")
     setup.epoch.drain(0)
     assert (told[-1].outcome, told[-1].reason) == ("rejected", "nothing is staged for this engine now: mode=shadow")
+
+
+def test_what_is_left_as_the_store_goes_away_is_answered_in_the_next_turns_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup(store := Answering())
+    monkeypatch.setattr(lookups, "GIVE_UP_NAMES", 1)
+    for number in range(4):
+        setup.hint([digest(str(number))], key=(number, 1))
+    assert not setup.epoch.owes
+    store.answering = False
+    setup.pools.end(RuntimeError("away"))
+    turns = 0
+    while setup.epoch.owes:
+        assert setup.epoch.parts.look_ups.waiting
+        setup.epoch.drain(0)
+        turns += 1
+    assert turns == 2, "the first one had its question, and the second one was answered with it"
+    assert not setup.epoch.parts.look_ups.waiting
+    setup.leave()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from kvprefetch.daemon.engine.lookups import FIRST_DIGESTS, MOST_KEYS, SLICE_DIGESTS
+import pytest
+
+from kvprefetch.daemon.engine.lookups import FIRST_DIGESTS, GIVE_UP_NAMES, MOST_KEYS, SLICE_DIGESTS
 from kvprefetch.daemon.engine.transfers import Found
+from kvprefetch.kv.prompts import GIVE_UP_SLICE, GIVE_UP_SLICES, Prompt
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import block
 
@@ -204,3 +207,26 @@ def test_a_late_answer_answers_no_request_twice_that_found_a_part() -> None:
     setup.ask(4 * SECOND)
     setup.answered(setup.sent[1], [Found(b"\1" * 36, bytes(36))], 5 * SECOND)
     assert len(setup.sent) == 3, "one batch is out at a time"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_event_gives_up_more_names_than_its_bound(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A thousand long prompts wait as the store goes away, or as their time is over."""
+    setup, looked_at = Setup(), [0]
+    keys = {setup.hint(number, *(f"{number}-{block}" for block in range(100))) for number in range(1000)}
+    give_up = Prompt.give_up
+
+    def counted(prompt: Prompt) -> int:
+        looked_at[0] += (names := give_up(prompt))
+        return names
+
+    monkeypatch.setattr(Prompt, "give_up", counted)
+    parts, now = 0, 5 * SECOND
+    while keys - setup.answers.keys():
+        looked_at[0] = 0
+        setup.apply(setup.look_ups.tick(now) if late else setup.look_ups.give_up(now))
+        assert 0 < looked_at[0] < GIVE_UP_NAMES + GIVE_UP_SLICE * GIVE_UP_SLICES
+        parts += 1
+    assert parts >= 3
+    assert not setup.look_ups.waiting
+    assert {setup.answers[key] for key in keys} == {(0, True)}
