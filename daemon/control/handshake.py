@@ -192,9 +192,8 @@ class Handshake:
 
     def _reserved(self, group: Group, memory: EngineMemory | BaseException) -> None:
         """Make the epoch on its memory, and hand it over; or refuse the engine."""
-        if not group.complete or self._groups.get(group.key) is not group:  # a process left meanwhile
-            if isinstance(memory, EngineMemory):
-                self._epochs.reservations.free(memory)
+        if not group.complete or self._groups.get(group.key) is not group:
+            # A process left meanwhile, and withdrew the wish: Reservations has freed the memory.
             self._dissolve(group, Ending.ENGINE_GONE)
             return
         if isinstance(memory, BaseException):

@@ -190,6 +190,29 @@ def test_the_memory_of_a_reservation_that_is_withdrawn_is_waited_for(desk: Desk,
     free(desk, second)
 
 
+def test_memory_that_is_made_as_its_wish_is_withdrawn_is_freed_here_and_waited_for(
+    desk: Desk, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last slice is filled already, and the store registers it: no other part gets to see it."""
+    begun, gate, register = threading.Event(), threading.Event(), desk.store.register
+
+    def slow(address: int, size: int) -> None:
+        begun.set()
+        assert gate.wait(10)
+        register(address, size)
+
+    machine.total = EACH * 3 // 2
+    monkeypatch.setattr(desk.store, "register", slow)
+    desk.all.want(1, CONFIG, ENGINE)
+    assert begun.wait(10)
+    desk.all.withdraw(1)
+    desk.all.want(2, CONFIG, ENGINE)
+    gate.set()
+    withdrawn, second = desk.next(), desk.next()
+    assert isinstance(withdrawn.memory, Withdrawn)
+    free(desk, second)
+
+
 def test_a_reservation_that_waits_for_a_release_is_not_overtaken(desk: Desk, machine: Machine) -> None:
     machine.total = EACH * 5 // 2
     machine.gate.clear()
