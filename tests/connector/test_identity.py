@@ -26,7 +26,6 @@ from kvprefetch.connector.hellos import Start
 from kvprefetch.connector.namespace import fingerprinted, rank_keys
 from tests.connector.test_fingerprint import described, loaded, media, running, write_model
 from tests.lab.checkpoint import TINY, make_checkpoint
-from tests.lab.hybrid import make_llama4
 
 SOURCES = Path(vllm.__file__).parent
 START = Start("engine", "1" * 32, 2**62)
@@ -176,33 +175,6 @@ def test_an_option_that_decides_is_in_the_key(model: Path) -> None:
     found = [keys(configured(model, **options)) for options in ({}, *OPTIONS)]
     assert len(set(found)) == len(found)
     assert not any(map(alone, found))
-
-
-def test_llama_4_is_scaled_by_what_its_files_and_options_come_to(tmp_path: Path) -> None:
-    """vLLM reads generation_config.json for it, and looks whether max_model_len is more than 32,768."""
-
-    def llama(name: str, **generation: Any) -> Path:
-        path = make_llama4(tmp_path / name)
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
-        (path / "generation_config.json").write_text(json.dumps(generation))
-        return path
-
-    plain, tuned = llama("plain"), llama("tuned", attn_temperature_tuning=True)
-    off: tuple[tuple[Path, dict[str, Any]], ...] = (
-        (plain, {}),
-        (plain, {"max_model_len": 32_768}),
-        (tuned, {"override_generation_config": {"attn_temperature_tuning": False}}),
-    )
-    on: tuple[tuple[Path, dict[str, Any]], ...] = (
-        (plain, {"max_model_len": 40_000}),
-        (plain, {"override_generation_config": {"attn_temperature_tuning": True}}),
-        (plain, {"generation_config": str(tuned)}),
-        (tuned, {}),
-    )
-    found = [{keys(configured(path, **options)) for path, options in engines} for engines in (off, on)]
-    assert [len(each) for each in found] == [1, 1]
-    assert found[0] != found[1]
 
 
 # --- what nobody thought of -------------------------------------------------------------------------------------------
