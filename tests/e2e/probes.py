@@ -296,3 +296,15 @@ def _worker_found(wrapper: Any) -> bool:
         if type(child).__name__ == "KVPrefetchConnector":
             return child.worker is wrapper.worker and built.models(child.worker) == [wrapper.worker.get_model()]
     return False
+
+
+def scales_queries(engine: Any) -> list[bool]:
+    """Return, for each rank, whether the layers without RoPE of its Llama 4 scale their queries."""
+    found: list[bool] = engine.engine_core.engine_core.model_executor.collective_rpc(_scales_queries)
+    return found
+
+
+def _scales_queries(wrapper: Any) -> bool:
+    layers = [each for each in wrapper.worker.get_model().modules() if getattr(each, "nope", False)]
+    (found,) = {bool(each.attn_temperature_tuning) for each in layers}
+    return found

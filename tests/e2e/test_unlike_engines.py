@@ -78,6 +78,9 @@ def test_an_option_that_scales_queries_makes_another_engine(
     served(second.run(PROMPTS), right, [0] * len(PROMPTS))
     site.fresh(second)
     assert min(served(second.run(PROMPTS), right).cached_tokens) > 0
+    for engine, scaled in ((first, False), (second, True)):
+        assert engine.call("tests.e2e.probes:scales_queries") == [scaled]
+        assert json.loads(fingerprint(engine)["attn_temperature_tuning"]) is scaled
     first.stop()
     second.stop()
 
