@@ -15,7 +15,7 @@ from kvprefetch.connector import config as configuration
 from kvprefetch.connector.adapters import Adapters
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.geometry import Geometry
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights, Read
+from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.connector.session import SchedulerSession
@@ -33,6 +33,8 @@ from kvprefetch.shmring.wire.attach import Absent, Attached, Stored
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.support import scheduler_checks
 from tests.support.clock import Clock
+
+from .reports import reads_of, scheduled_output
 
 BLOCK = 16
 BLOCK_BYTES = 1024
@@ -268,31 +270,6 @@ class FakeCache(LocalCache):
 def block_ids(request: Request) -> list[int]:
     """Return the ids of all its blocks in a model with one group: 100 + index."""
     return [100 + i for i in range((request.num_tokens + BLOCK - 1) // BLOCK)]
-
-
-def scheduled_output(
-    pairs: Sequence[tuple[Request, int]],
-    tables: Mapping[str, tuple[list[int], ...]] | None = None,
-    offers: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
-) -> Any:
-    """vLLM's SchedulerOutput of a step with so many tokens of each request; `offers`: its boundary states."""
-    return SimpleNamespace(
-        num_scheduled_tokens={request.request_id: tokens for request, tokens in pairs},
-        total_num_scheduled_tokens=sum(tokens for _, tokens in pairs),
-        kv_connector_block_state=SimpleNamespace(
-            get_block_ids=(tables or {}).get, boundary_state_offloads=dict(offers or {})
-        ),
-    )
-
-
-def reads_of(adapter: Any, *contents: str) -> KVPrefetchWorkerMeta:
-    """What the ranks report that have read an adapter, each with its own modules."""
-    return KVPrefetchWorkerMeta(
-        adapters={
-            rank: [Read(adapter.adapter_id, adapter.name, adapter.path, each.encode().ljust(32) + bytes([rank]) * 32)]
-            for rank, each in enumerate(contents)
-        }
-    )
 
 
 class Engine:

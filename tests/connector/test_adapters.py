@@ -14,7 +14,8 @@ from kvprefetch.connector.adapters import Adapters
 from kvprefetch.connector.metadata import KVPrefetchWorkerMeta
 from kvprefetch.kv.groups import Group, Groups, Kind
 
-from .fakes import BLOCK, Engine, Request, block_ids, reads_of
+from .fakes import BLOCK, Engine, Request, block_ids
+from .reports import reads_of
 
 SQL = LoRARequest("sql", 1, "/adapters/sql")
 HASHED = {"salt": "prompt", "lora_request": SQL}  # requests of one adapter have equal hashes where their tokens are

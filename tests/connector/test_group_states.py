@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler impor
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.kv.groups import Group, Groups, Kind
 
-from .fakes import BLOCK, Engine, Request, scheduled_output
+from .fakes import BLOCK, Engine, Request
+from .reports import scheduled_output
 from .test_group_blocks import a_request, manager_of
 
 GROUPS = Groups((Group(Kind.STATE, BLOCK), Group(Kind.FULL, BLOCK), Group(Kind.STATE, BLOCK)), BLOCK)

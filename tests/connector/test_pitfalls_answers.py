@@ -23,9 +23,10 @@ from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, GEOMETRY, fails_with, reads_of
+from .fakes import BLOCK, GEOMETRY, fails_with
 from .fakes import Engine as FakeEngine
 from .real import OtherConnector, RealEngine
+from .reports import reads_of
 
 Make = Callable[..., RealEngine]
 Patch = pytest.MonkeyPatch

@@ -8,7 +8,8 @@ import pytest
 
 from kvprefetch.connector.scheduler import MEASURED_STEPS
 
-from .fakes import BLOCK, Engine, Request, scheduled_output
+from .fakes import BLOCK, Engine, Request
+from .reports import scheduled_output
 
 
 @pytest.fixture

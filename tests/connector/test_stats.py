@@ -22,7 +22,8 @@ from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
 from kvprefetch.connector.steps import REPORT_STEPS
 from tests.lab.connectors import multi, ours
 
-from .fakes import BLOCK, Engine, scheduled_output
+from .fakes import BLOCK, Engine
+from .reports import scheduled_output
 
 ROOT = Path(__file__).resolve().parents[2]
 
