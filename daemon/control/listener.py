@@ -31,7 +31,9 @@ class Listener:
         self._config, self._inherited = config, inherited is not None  # then the socket unit owns the file
         self.sock = inherited if inherited is not None else listen(config)
         self.path: str = self.sock.getsockname()
-        self._found = os.stat(self.path)
+        # Open until the end: else a successor's file could get its number once `sock` is closed.
+        self._file = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
+        self._found = os.fstat(self._file)
         self.gid = self._found.st_gid  # of the users who may attach
 
     @property
@@ -44,11 +46,14 @@ class Listener:
         if self._inherited:
             raise ConfigError("the socket unit owns it: systemctl restart kvprefetchd.socket")
         self.sock = listen(self._config, BRIEFLY_S)
-        self._found = os.stat(self.path)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
+        self._found = os.fstat(self._file)
 
     def close(self) -> None:
         if not self._inherited:
             take_away(Path(self.path), self._found)
+        os.close(self._file)
         self.sock.close()
 
 

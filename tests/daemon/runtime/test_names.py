@@ -12,7 +12,8 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvprefetch.daemon.config.model import ConfigError, Taken
+from kvprefetch.daemon.config.model import ConfigError, DaemonConfig, Taken
+from kvprefetch.daemon.control.listener import Listener
 from kvprefetch.daemon.runtime.names import PAUSE_NS, Name, Names
 from tests.daemon.stores import engine_with
 from tests.lab.daemon import Daemon
@@ -142,3 +143,15 @@ def test_a_name_that_cannot_be_made_is_tried_again_and_its_reason_is_logged_once
     names.look(now_ns)
     there[0] = True
     assert names.look(now_ns) == [], "it came back by itself"
+
+
+def test_a_daemon_that_stops_takes_no_successors_file_for_its_own(tmp_path: Path) -> None:
+    """Its socket is closed already, so a file system may give the number of its file to the successor's."""
+    config = DaemonConfig.model_validate({"socket": str(tmp_path / "s.sock")})
+    stopping = Listener(config)
+    stopping.sock.close()
+    successor = Listener(config)
+    stopping.close()
+    assert successor.there
+    successor.close()
+    assert not config.socket.exists()
