@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
+from ..shmring.liveness import PeerStatus
 from ..shmring.wire.records import Outcome
 from . import hints
 from .adapters import Adapters
@@ -40,6 +41,7 @@ from .steps import StepTimes
 from .uses import Uses
 from .waits import Clock, SystemClock, Waits
 
+_ALIVE = PeerStatus.ALIVE
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
 
@@ -98,7 +100,8 @@ class SchedulerSide:
             return
         geometry, claims = self._geometry, self.claims
         tokens, digests, names = request.num_prompt_tokens, request.block_hashes, None
-        usable = min((tokens - claims.last_tokens) // geometry.block_tokens, geometry.groups.blocks(len(digests)))
+        hashed = len(digests) * claims.hash_tokens - claims.proof_tokens
+        usable = max(0, min(tokens - claims.last_tokens, hashed) // geometry.block_tokens)
         if request.lora_request is not None:
             digests = (names := self.adapters.names(request)) and names.up_to_date()
         handle: Handle | None = None
@@ -111,7 +114,7 @@ class SchedulerSide:
                 session, link = self._session, self.link
                 if session is not link.session or link.confirmed_reset < self.resets.generation:
                     session = self._usable_session()
-                if session is not None and session.alive(now := self._now_ns()):
+                if session is not None and session.liveness.peer(now := self._now_ns()) is _ALIVE:
                     local = self.cache.tokens(request) // geometry.block_tokens
                     usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
                     if local < usable:
