@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Site, hits, served
+from tests.lab.adapter import make_adapter
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
@@ -21,37 +21,17 @@ WARM = make_prompts(1, 40, seed=73)  # a step in which the ranks read an adapter
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
 
 
-def adapter(path: Path, seed: int) -> str:
-    """Write a LoRA adapter of a tiny model's keys and values, in place of one that is there."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(4):
-        for module in ("k_proj", "v_proj"):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
-            tensors[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=generator) * 0.2
-    path.mkdir(exist_ok=True)
-    save_file(tensors, str(path / "new"))
-    (path / "new").rename(path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
-
-
 def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:
     """Replaced before a start, and beside a running engine that reads it again."""
     path = tmp_path / "sql"
-    options: dict[str, Any] = {"lora": ["sql", 1, adapter(path, 0)]}
-    other = {"lora": ["other", 2, adapter(tmp_path / "other", 9)]}
+    options: dict[str, Any] = {"lora": ["sql", 1, make_adapter(path, 0)]}
+    other = {"lora": ["other", 2, make_adapter(tmp_path / "other", 9)]}
     plain = engines(EngineSpec(model=site.model, extra=LORA))
     right = []
     for seed in range(4):
-        adapter(path, seed)
+        make_adapter(path, seed)
         right.append(plain.run(PROMPTS, request_options=options).tokens)
         plain.reset_prefix_cache()
         plain.run(WARM, request_options=other)  # has room for one adapter: it reads the first one again
@@ -63,7 +43,7 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
         engine.run(WARM, request_options=options)
         return engine
 
-    adapter(path, 0)
+    make_adapter(path, 0)
     first = start()
     served(first.run(PROMPTS, request_options=options), right[0], [0] * len(PROMPTS))
     site.assert_idle()
@@ -72,12 +52,12 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     served(second.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
     second.stop()
 
-    adapter(path, 1)
+    make_adapter(path, 1)
     third = start()
     served(third.run(PROMPTS, request_options=options), right[1], [0] * len(PROMPTS))
     site.fresh(third)
     served(third.run(PROMPTS, request_options=options), right[1], hits(PROMPTS))
-    adapter(path, 2)
+    make_adapter(path, 2)
     site.fresh(third)
     served(third.run(PROMPTS, request_options=options), right[1], hits(PROMPTS))  # vLLM has the one before in memory
     third.run(WARM, request_options=other)
@@ -90,14 +70,14 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     served(third.run(PROMPTS, request_options=options), right[2], [0] * len(PROMPTS))
     site.fresh(third)
     served(third.run(PROMPTS, request_options=options), right[2], hits(PROMPTS))
-    adapter(path, 3)
+    make_adapter(path, 3)
     site.fresh(third)
     in_place = {"lora": [*options["lora"], True]}
     served(third.run(PROMPTS, request_options=in_place), right[3])
     site.assert_idle()
     third.stop()
 
-    adapter(path, 0)
+    make_adapter(path, 0)
     fourth = start(lora_target_modules=["o_proj"])
     found = fourth.run(PROMPTS, request_options=options)
     assert found.cached_tokens == [0] * len(PROMPTS)
@@ -113,27 +93,27 @@ def test_adapters_are_shared_by_ranks_that_agree_and_in_models_of_several_groups
     """Loads of several groups end before the step that computes with the adapter, and fail where vLLM gave it up."""
     model = site.model if case == "two ranks" else make_gemma3(tmp_path / "gemma3")
     path = tmp_path / "sql"
-    options: dict[str, Any] = {"lora": ["sql", 1, adapter(path, 0)]}
-    other = {"lora": ["other", 2, adapter(tmp_path / "other", 9)]}
+    options: dict[str, Any] = {"lora": ["sql", 1, make_adapter(path, 0)]}
+    other = {"lora": ["other", 2, make_adapter(tmp_path / "other", 9)]}
     changes = {"tensor_parallel_size": 2} if case == "two ranks" else {"model": model}
     right = []
     plain = engines(EngineSpec(model=model, extra=LORA))
     for seed in range(2):
-        adapter(path, seed)
+        make_adapter(path, seed)
         right.append(plain.run(PROMPTS, request_options=options).tokens)
         plain.reset_prefix_cache()
         plain.run(WARM, request_options=other)
     assert all(one != two for one, two in zip(*right, strict=True))
     plain.stop()
 
-    adapter(path, 0)
+    make_adapter(path, 0)
     engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(extra=LORA, **changes))
     engine.run(WARM, request_options=options)
     served(engine.run(PROMPTS, request_options=options), right[0], [0] * len(PROMPTS))
     site.fresh(engine)
     served(engine.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
     engine.run(WARM, request_options=other)
-    adapter(path, 1)
+    make_adapter(path, 1)
     site.fresh(engine)
     served(engine.run(PROMPTS, request_options=options), right[1])
     assert "adapter 'sql' is not shared until the next reset" in engine.log.read_text()

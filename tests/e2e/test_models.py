@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import BLOCK, Site, fingerprint, hits, served, whole_blocks
+from tests.lab.adapter import make_adapter
 from tests.lab.hybrid import make_eagle
 from tests.lab.prompts import make_prompts
 
@@ -37,26 +37,6 @@ def gemma(folder: Path) -> Path:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
     model.save_pretrained(folder / "gemma")
     return folder / "gemma"
-
-
-def adapter(folder: Path, seed: int) -> str:
-    """A LoRA adapter of the tiny model's keys and values."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(4):
-        for module in ("k_proj", "v_proj"):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
-            tensors[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=generator) * 0.2
-    path = folder / f"adapter-{seed}"
-    path.mkdir()
-    save_file(tensors, str(path / "adapter_model.safetensors"))
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +86,7 @@ def test_equal_tokens_with_another_adapter_have_their_own_kv(site: Site, tmp_pat
             extra={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
         )
     )
-    adapters = [["one", 1, adapter(tmp_path, 1)], ["two", 2, adapter(tmp_path, 2)]]
+    adapters = [[name, at, make_adapter(tmp_path / name, at)] for at, name in ((1, "one"), (2, "two"))]
     plain = engine.run(PROMPTS)
     adapted = [engine.run(PROMPTS, request_options={"lora": each}) for each in adapters]
     for found in (plain, *adapted):
