@@ -14,8 +14,6 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
 
-pytestmark = pytest.mark.stress
-
 PROMPTS = make_prompts(4, 300, seed=72)
 WARM = make_prompts(1, 40, seed=73)  # a step in which the ranks read an adapter
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
@@ -86,6 +84,7 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     fourth.stop()
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("case", ["two ranks", "several groups"])
 def test_adapters_are_shared_by_ranks_that_agree_and_in_models_of_several_groups(
     site: Site, engines: Callable[..., Engine], tmp_path: Path, case: str
