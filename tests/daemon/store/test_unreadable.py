@@ -46,6 +46,16 @@ def file_of(folder: Path, digest: bytes) -> Path:
     return meta.with_suffix(".bucket")
 
 
+def values_on_disk_alone(daemon: Daemon) -> None:
+    """Store the values, and start the daemon anew, so that its memory has none."""
+    engine = FakeEngine(daemon.socket)
+    engine.save(VALUES)
+    stored(daemon, len(VALUES))
+    engine.close()
+    assert daemon.sigterm(30) == 0
+    daemon.start()
+
+
 def spoil(fault: str, file: Path, daemon: Daemon, mounts: list[Path]) -> None:
     if fault == "a folder in its place":
         file.unlink()
@@ -76,12 +86,7 @@ def test_a_value_that_cannot_be_read_costs_no_other_one_and_is_stored_anew(
 ) -> None:
     folder = tmp_path / "disk"
     daemon = patched(ORDINARY, disk=f"{folder}:256MiB")
-    engine = FakeEngine(daemon.socket)
-    engine.save(VALUES)
-    stored(daemon, len(VALUES))
-    engine.close()
-    assert daemon.sigterm(30) == 0
-    daemon.start()
+    values_on_disk_alone(daemon)
     engine, names = FakeEngine(daemon.socket), list(VALUES)
     spoil(fault, file_of(folder, names[BAD]), daemon, mounts)
     assert engine.load(names) == list(VALUES.values())[:BAD], "all before it"
@@ -98,12 +103,7 @@ def test_a_value_that_cannot_be_read_costs_no_other_one_and_is_stored_anew(
 def test_a_fault_of_the_disk_that_passes_costs_no_value(serve: Start, tmp_path: Path) -> None:
     """Without a free descriptor no file can be opened, and each value fails alone, too."""
     daemon = serve(disk=f"{tmp_path / 'disk'}:256MiB")
-    engine = FakeEngine(daemon.socket)
-    engine.save(VALUES)
-    stored(daemon, len(VALUES))
-    engine.close()
-    assert daemon.sigterm(30) == 0
-    daemon.start()
+    values_on_disk_alone(daemon)
     engine, names = FakeEngine(daemon.socket), list(VALUES)
     limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir(f"/proc/{daemon.pid}/fd"))) + 1
