@@ -74,8 +74,11 @@ class Uses:
         if (now := (session.epoch, self._link.confirmed_reset)) != self._of:
             self._of = now
             self._said.clear()
-            self.lost.clear()
-            self._to_look_at = 0
+            self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        self.lost.clear()
+        self._to_look_at = 0
 
     def heal(
         self, session: SchedulerSession | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
@@ -88,8 +91,7 @@ class Uses:
         told, saves = self._link.absent, self._saves
         if session is None or saves is None or stale or any(state.tainted for state in states):
             told.clear()
-            self.lost.clear()
-            self._to_look_at = 0
+            self._forget_lost()
             return
         self._know(session)
         if told:
