@@ -1,4 +1,4 @@
-"""The routes of the HTTP door, as a WSGI application: hints of the field's envelope, and LMCache's prefetches."""
+"""The routes of the HTTP door, as a WSGI application: hints of the field's envelope."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import time
 import urllib.parse
-import uuid
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from http import HTTPStatus
@@ -20,7 +19,7 @@ from pydantic import BaseModel
 from ...kv.hashing import BlockHasher, CannotHash
 from ...shmring._atomics import repeats
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
-from ...shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION
+from ...shmring.wire.checks import ACTION, ACTION_VERSION
 from ...shmring.wire.records import session_digest
 from ..control.budget import Budget
 from .envelope import (
@@ -29,9 +28,6 @@ from .envelope import (
     Answered,
     Bad,
     Envelope,
-    LMCacheBegun,
-    LMCacheLooked,
-    LMCachePrefetch,
     Prefetch,
     Problem,
     parsed,
@@ -67,8 +63,6 @@ class Route(NamedTuple):
 ROUTES = (
     Route("POST", "/v1/kv_hints", "announce prompts before their requests", Envelope, Answer, 202),
     Route("GET", "/v1/kv_hints/{message_id}", "what became of them; ?wait_ms= waits for an end", None, Answer, 200),
-    Route("POST", "/cache/prefetches", "as LMCache's server: stage one prompt", LMCachePrefetch, LMCacheBegun, 202),
-    Route("GET", "/cache/prefetches/{message_id}", "as LMCache's server: is it staged?", None, LMCacheLooked, 200),
 )
 
 
@@ -97,30 +91,23 @@ class App:
         route, name = _found(method, path)
         caller = self._caller(environ)
         if route.method == "GET":
-            return route.status, self._look(route, caller, name, environ.get("QUERY_STRING", ""))
+            return route.status, self._look(caller, name, environ.get("QUERY_STRING", ""))
         if not self._body.acquire(timeout=BODY_S):
             raise Bad(503, f"the bodies of others take too long: timeout_s={BODY_S}; try again")
         refused: tuple[int, str] | None = None
         try:
-            message = self._taken(caller, route, environ["wsgi.input"])
+            message = self._taken(caller, environ["wsgi.input"])
         except Bad as error:  # it keeps the body in memory, through the frames that it left
             refused = error.status, str(error)
         finally:
             self._body.release()
         if refused is not None:
             raise Bad(*refused)
-        answer = self._begun(message)
-        if route.takes is LMCachePrefetch:
-            return route.status, LMCacheBegun(
-                request_id=answer.message_id, chunks=answer.actions[0].blocks.asked
-            ).model_dump()
-        return route.status, answer.model_dump()
+        return route.status, self._begun(message).model_dump()
 
-    def _taken(self, caller: Caller, route: Route, body: BinaryIO) -> Message:
+    def _taken(self, caller: Caller, body: BinaryIO) -> Message:
         """Announce what a body says; nothing of it stays in memory."""
         data = body.read()  # waitress let no larger one than MAX_BODY pass
-        if route.takes is LMCachePrefetch:
-            return self._announce(caller, _enveloped(parsed(LMCachePrefetch, data)), b"")
         envelope: Envelope = parsed(Envelope, data)
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if (known := self._messages.get(caller, envelope.message_id)) is None:
@@ -203,16 +190,11 @@ class App:
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
-    def _look(self, route: Route, caller: Caller, name: str, query: str) -> dict[str, Any]:
+    def _look(self, caller: Caller, name: str, query: str) -> dict[str, Any]:
         wait_s = _wait_ms(query) / 1e3
         if (message := self._messages.get(caller, name)) is None:
             raise Bad(404, f"no such message of this caller, or it was forgotten: message_id={name!r:.140}")
-        answer = self._wait(message, lambda each: each.done, wait_s, self._looking)
-        if route.path.startswith("/cache/"):
-            if len(answer.actions) != 1:
-                raise Bad(404, f"this message is for /v1/kv_hints/{name}: actions={len(answer.actions)}"[:200])
-            return _as_lmcache(answer)
-        return answer.model_dump()
+        return self._wait(message, lambda each: each.done, wait_s, self._looking).model_dump()
 
     def _begun(self, message: Message) -> Answer:
         return self._wait(message, lambda each: each.outcome != "deferred", FIRST_S, self._posting)
@@ -239,12 +221,6 @@ def _found(method: str, path: str) -> tuple[Route, str]:
     if fits:
         raise Bad(405, f"this path takes another method: method={method!r:.20} path={path!r:.80}")
     raise Bad(404, f"no such path: path={path!r:.80}; there are {', '.join(sorted({each.path for each in ROUTES}))}")
-
-
-def _enveloped(body: LMCachePrefetch) -> Envelope:
-    prompt = {"model": body.model_name, "token_ids": body.token_ids, "cache_salt": body.cache_salt or None}
-    action = Action(action_id="1", action_type=ACTION, action_version=ACTION_VERSION, payload=prompt)
-    return Envelope(protocol_version=ENVELOPE_VERSION, message_id=uuid.uuid4().hex, actions=[action])
 
 
 def _ours(action: Action) -> bool:
@@ -282,11 +258,3 @@ def _wait_ms(query: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) <= MAX_WAIT_MS):
         raise Bad(400, f"wait_ms: should be 0 to {MAX_WAIT_MS}: wait_ms={text!r:.40}")
     return int(text)
-
-
-def _as_lmcache(answer: Answer) -> dict[str, Any]:
-    [action] = answer.actions
-    if not action.done:
-        return LMCacheLooked(status="pending").model_dump()
-    found, total = action.blocks.found, action.blocks.asked
-    return LMCacheLooked(status="completed", found_keys=found, total_keys=total).model_dump()

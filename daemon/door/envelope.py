@@ -1,4 +1,4 @@
-"""What callers of the HTTP door send and get: the field's envelope, its one action, and LMCache's prefetch."""
+"""What callers of the HTTP door send and get: the field's envelope and its one action."""
 
 from __future__ import annotations
 
@@ -69,14 +69,6 @@ class Envelope(Said):
     actions: list[Action] = Field(min_length=1, max_length=MAX_ACTIONS)
 
 
-class LMCachePrefetch(Said):
-    """What LMCache's `POST /cache/prefetches` takes; its tiers and world size mean nothing here."""
-
-    model_name: str = Field(default="", max_length=1024)
-    token_ids: TokenIds
-    cache_salt: str | None = Field(default=None, max_length=4096)
-
-
 class Blocks(BaseModel):
     """Blocks of an announced prompt, by what became of them.
 
@@ -126,21 +118,6 @@ class Answer(BaseModel):
 
     message_id: str
     actions: list[Answered]
-
-
-class LMCacheBegun(BaseModel):
-    """What LMCache's `POST /cache/prefetches` answers."""
-
-    request_id: str
-    chunks: int
-
-
-class LMCacheLooked(BaseModel):
-    """What its `GET` answers; the numbers are those of blocks, once it is completed."""
-
-    status: Literal["pending", "completed"]
-    found_keys: int = 0
-    total_keys: int = 0
 
 
 class Problem(BaseModel):

@@ -189,9 +189,7 @@ class OverHttp(OfDaemon):
         action = {"action_id": "a", "action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
         body = {"protocol_version": "0.1", "message_id": f"m{source.randrange(9)}", "actions": [action]}
         method = source.choice(("POST", "POST", "POST", "GET", "PUT", "DELETE"))
-        path = source.choice(
-            ("/v1/kv_hints", "/v1/kv_hints", "/v1/kv_hints/m1?wait_ms=1", "/cache/prefetches", "/%00/..", "/")
-        )
+        path = source.choice(("/v1/kv_hints", "/v1/kv_hints", "/v1/kv_hints/m1?wait_ms=1", "/%00/..", "/"))
         return [method, path, mutated(source, body)]
 
     def attempt(self, case: Any) -> None:

@@ -359,19 +359,6 @@ def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
     theirs.close()
 
 
-def test_lmcache_clients_work_unchanged(serve: Serve) -> None:
-    daemon = serve()
-    engine, _ = engine_with(daemon, "lm", 2)
-    door = Door(daemon.socket)
-    status, answer = door.ask("POST", "/cache/prefetches", {"model_name": "", "world_size": 1, "token_ids": [1] * 64})
-    assert (status, "did not say how it does" in answer["error"]) == (422, True)
-    assert door.ask("GET", "/cache/prefetches/nothing")[0] == 404
-    prompt = {"block_hashes": ["00" * 32], "engine": "lm"}
-    assert door.ask("POST", "/v1/kv_hints", message("two", prompt, prompt))[0] == 202
-    assert door.ask("GET", "/cache/prefetches/two")[0] == 404, "LMCache's answer is about one prompt"
-    engine.close()
-
-
 def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DaemonConfig.model_validate({"socket": str(tmp_path / "control.sock")})
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
