@@ -110,17 +110,17 @@ class Claims:
         self,
         request: Any,
         digests: list[bytes],
-        blocks: range,
+        local_blocks: int,
+        usable: int,
         session: SchedulerSession,
         now_ns: int,
         own: RequestHints,
     ) -> Handle | None:
-        """Hint at these blocks: those before are local, and it names them too. None when there is no flag or no room.
+        """Hint at `usable` blocks, of which the first ones are local. None when there is no flag or no room.
 
         Without room the cost does not depend on the number of blocks.
         """
-        headers, usable, local_blocks = request.trace_headers, blocks.stop, blocks.start
-        session_id = request.session_id or own.session_id
+        headers, session_id = request.trace_headers, request.session_id or own.session_id
         handle: Handle | None = session.producer.hint(
             HINT,
             PROTOCOL,
@@ -163,7 +163,7 @@ class Claims:
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
         counted = local_blocks if state.counts_local or capped else 0
-        handle = self.push(state.request, digests, range(counted, state.usable), session, now_ns, own)
+        handle = self.push(state.request, digests, counted, state.usable, session, now_ns, own)
         if handle is None:
             self.drop(state, session)
             return False

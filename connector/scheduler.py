@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..shmring.errors import SegmentCorrupt
-from ..shmring.liveness import PeerStatus
 from ..shmring.wire.records import Outcome
 from . import hints
 from .adapters import Adapters
@@ -35,13 +34,12 @@ from .request_hints import NO_HINTS
 from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import News, Resets
 from .saves import LocalCache, Saves
-from .session import SchedulerSession
+from .session import ALIVE, SchedulerSession
 from .stats import Tally
 from .steps import StepTimes
 from .uses import Uses
 from .waits import Clock, SystemClock, Waits
 
-_ALIVE = PeerStatus.ALIVE
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
 
@@ -98,32 +96,36 @@ class SchedulerSide:
                 self._mixed = True
                 self.saves.forget_left()
             return
-        geometry, claims = self._geometry, self.claims
-        tokens, digests, names = request.num_prompt_tokens, request.block_hashes, None
+        geometry, claims, own, names = self._geometry, self.claims, NO_HINTS, None
+        tokens, digests = request.num_prompt_tokens, request.block_hashes
         hashed = len(digests) * claims.hash_tokens - claims.proof_tokens
         usable = max(0, min(tokens - claims.last_tokens, hashed) // geometry.block_tokens)
         if request.lora_request is not None:
             digests = (names := self.adapters.names(request)) and names.up_to_date()
         handle: Handle | None = None
         full: SchedulerSession | None = None  # that has no room for the hint
-        now = 0
-        own = NO_HINTS if request.kv_hints is None and not request.kv_transfer_params else claims.own_hints(request)
+        now, hinting = 0, self._hinting
+        if request.kv_hints is not None or request.kv_transfer_params:
+            own = claims.own_hints(request)
+            hinting = hinting and not prefilled_elsewhere(request)
         loadable = geometry.loads and own.fetch and not request.skip_reading_prefix_cache
-        if loadable and digests and self._hinting and not (request.kv_transfer_params and prefilled_elsewhere(request)):
+        if loadable and digests and hinting:
             try:
                 session, link = self._session, self.link
                 if session is not link.session or link.confirmed_reset < self.resets.generation:
                     session = self._usable_session()
-                if session is not None and session.liveness.peer(now := self._now_ns()) is _ALIVE:
+                if session is not None and session.status(now := self._now_ns()) == ALIVE:
                     local = self.cache.tokens(request) // geometry.block_tokens
-                    usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
+                    if own is not NO_HINTS:
+                        usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
                     if local < usable:
-                        handle = claims.push(request, digests, range(local, usable), session, now, own)
+                        handle = claims.push(request, digests, local, usable, session, now, own)
                         full = session if handle is None else None
             except SegmentCorrupt as error:
                 self.detach(error)
         self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle, now)
-        state.names = names
+        if names is not None:
+            state.names = names
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0

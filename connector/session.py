@@ -29,6 +29,8 @@ from ..shmring.wire.attach import Attached, Mapped
 from .device_cache import DeviceCache
 from .paged import Rows
 
+ALIVE = int(PeerStatus.ALIVE)
+
 
 class SchedulerSession:
     """The control segment of one epoch, from the engine's side."""
@@ -51,6 +53,7 @@ class SchedulerSession:
         self.producer = Producer(segment.buffer, words, layout, doorbell.ring)
         self.liveness = Liveness(words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
+        self.status = self.liveness.status  # of the daemon: status(now_ns) is ALIVE while it serves this session
         self.segment = segment
         segment.close()  # its descriptor; the views above keep the memory mapped
 
@@ -68,7 +71,7 @@ class SchedulerSession:
 
     def alive(self, now_ns: int) -> bool:
         """Whether the daemon serves this session at that time (CLOCK_MONOTONIC)."""
-        return self.liveness.peer(now_ns) is PeerStatus.ALIVE
+        return self.status(now_ns) == ALIVE
 
     def mapped(self) -> Mapped:
         return Mapped(epoch=self.epoch)

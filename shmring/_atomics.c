@@ -98,6 +98,32 @@ static PyObject *Words_publish(Words *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(order_publish(word, value, look));
 }
 
+/* What one side concludes of the other: liveness.PeerStatus, by the states of liveness.PeerState. */
+static PyObject *Words_peer(Words *self, PyObject *args)
+{
+    enum { STARTING, ALIVE, HUNG, GONE };
+    enum { IS_STARTING, IS_ACTIVE };
+    Py_ssize_t index[3];
+    uint64_t limit, now;
+    _Atomic uint64_t *word[3];
+    if (!PyArg_ParseTuple(args, "nnnO&O&", &index[0], &index[1], &index[2], value_of, &limit, value_of, &now))
+        return NULL;
+    for (int i = 0; i < 3; i++)
+        if ((word[i] = word_of(self, index[i])) == NULL)
+            return NULL;
+    /* SYNC gone: the watcher's earlier stores visible with the word */
+    if (order_load_acquire(word[0]) != 0)
+        return PyLong_FromLong(GONE);
+    /* SYNC state: earlier stores visible with the state */
+    uint64_t state = order_load_acquire(word[1]);
+    if (state != IS_ACTIVE)
+        return PyLong_FromLong(state == IS_STARTING ? STARTING : GONE);
+    /* SYNC beat: read as it is, orders nothing */
+    /* Either way: a beat from the future must not read as alive for ever. */
+    uint64_t beat = order_load_acquire(word[2]), away = now > beat ? now - beat : beat - now;
+    return PyLong_FromLong(away > limit ? HUNG : ALIVE);
+}
+
 static PyMethodDef Words_methods[] = {
     {"load_acquire", (PyCFunction)Words_load_acquire, METH_O, "load_acquire(index) -> int"},
     {"store_release", (PyCFunction)Words_store_release, METH_VARARGS, "store_release(index, value)"},
@@ -105,6 +131,8 @@ static PyMethodDef Words_methods[] = {
      "compare_exchange(index, expected, desired) -> int: the earlier value; equal to expected after an exchange"},
     {"publish", (PyCFunction)Words_publish, METH_VARARGS,
      "publish(index, value, look) -> int: store (release), sequentially consistent fence, load of the word `look`"},
+    {"peer", (PyCFunction)Words_peer, METH_VARARGS,
+     "peer(gone, state, beat, limit_ns, now_ns) -> int: a PeerStatus, by the words of these numbers"},
     {NULL, NULL, 0, NULL},
 };
 

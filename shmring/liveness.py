@@ -7,6 +7,8 @@ Hung: its heartbeat is too old (SIGSTOP, a GIL held by a foreign library); it ma
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from functools import partial
 
 from ._atomics import Words
 from .layout import Line
@@ -22,18 +24,13 @@ class PeerState(enum.IntEnum):
     CLOSING = 2
 
 
-class PeerStatus(enum.Enum):
+class PeerStatus(enum.IntEnum):
     """The other side's conclusion."""
 
-    STARTING = "starting"
-    ALIVE = "alive"
-    HUNG = "hung"
-    GONE = "gone"
-
-
-# Plain names: an attribute of an enum class costs as much as a load.
-_STARTING, _ACTIVE = int(PeerState.STARTING), int(PeerState.ACTIVE)
-_ALIVE, _HUNG = PeerStatus.ALIVE, PeerStatus.HUNG
+    STARTING = 0
+    ALIVE = 1
+    HUNG = 2
+    GONE = 3
 
 
 class Liveness:
@@ -41,12 +38,15 @@ class Liveness:
 
     def __init__(self, words: Words, *, consumer: bool) -> None:
         self._words = words
-        self._load_acquire = words.load_acquire
         mine, peer = (Line.CONSUMER_BEAT, Line.PRODUCER_BEAT) if consumer else (Line.PRODUCER_BEAT, Line.CONSUMER_BEAT)
-        self._my_beat, self._peer_beat = int(mine), int(peer)
+        self._my_beat = int(mine)
         self._my_state = Line.CONSUMER_STATE if consumer else Line.PRODUCER_STATE
-        self._peer_state = int(Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE)
+        peer_state = Line.PRODUCER_STATE if consumer else Line.CONSUMER_STATE
         self._peer_gone = int(Line.PRODUCER_GONE if consumer else Line.CONSUMER_GONE)
+        # status(now_ns): `peer` as a plain number, in one call of C.
+        self.status: Callable[[int], int] = partial(
+            words.peer, self._peer_gone, int(peer_state), int(peer), HUNG_AFTER_NS
+        )
 
     def beat(self, now_ns: int) -> None:
         # SYNC beat: read as it is, orders nothing
@@ -62,17 +62,5 @@ class Liveness:
         self._words.store_release(self._peer_gone, 1)
 
     def peer(self, now_ns: int) -> PeerStatus:
-        """Return the other side's status, by two or three acquire loads."""
-        load = self._load_acquire
-        # SYNC gone: the watcher's earlier stores visible with the word
-        if load(self._peer_gone):
-            return PeerStatus.GONE
-        # SYNC state: earlier stores visible with the state
-        state = load(self._peer_state)
-        if state == _STARTING:
-            return PeerStatus.STARTING
-        if state != _ACTIVE:
-            return PeerStatus.GONE
-        # SYNC beat: read as it is, orders nothing
-        # abs: a beat from the future must not read as alive for ever.
-        return _HUNG if abs(now_ns - load(self._peer_beat)) > HUNG_AFTER_NS else _ALIVE
+        """Return the other side's status, by at most three acquire loads."""
+        return PeerStatus(self.status(now_ns))

@@ -75,6 +75,6 @@ def _side(words: Words, now_ns: int, *, consumer: bool) -> dict[str, Any]:
     beat = words.load_acquire(Line.CONSUMER_BEAT if consumer else Line.PRODUCER_BEAT)
     return {
         "state": PeerState(state).name.lower() if state <= max(PeerState) else str(state),
-        "status": Liveness(words, consumer=not consumer).peer(now_ns).value,
+        "status": Liveness(words, consumer=not consumer).peer(now_ns).name.lower(),
         "beat_age_s": round((now_ns - beat) / 1e9, 3) if beat else None,
     }
