@@ -77,7 +77,6 @@ class Claims:
     ) -> None:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
-        self._shadow = config.mode == "shadow"
         # Of several groups vLLM takes back a load that failed only where it waits for it.
         self._load_mode = config.load_mode if len(geometry.groups) == 1 else "async"
         self._adapter_load_mode = "sync" if len(geometry.groups) == 1 else "async"
@@ -214,7 +213,7 @@ class Claims:
             return PENDING
         # vLLM asks only for a request that it has a place for.
         visit = _tuple(Visit, (start, usable, self._now_ns(), min(running, places - 1) / places))
-        handle = None if self._shadow else state.handle
+        handle = state.handle
         if handle is not None:
             flag = handle.look()
             if flag.state == HINTED and start >= handle.local_blocks:
@@ -236,10 +235,6 @@ class Claims:
 
     def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Reply:
         """There is no hint: send one and wait for it, as long as the policy allows."""
-        if self._shadow:
-            if state.handle is None:
-                self._late_hint(state, session, visit.start)
-            return NOTHING
         wait = state.wait or self._start_wait(state, visit.start, visit.now_ns)
         wait.stopped, first = False, not self.this_pass.waits
         verdict = self._policy.verdict(wait, visit.start, visit.usable, visit.now_ns, load=visit.load, first=first)
@@ -361,7 +356,7 @@ class Claims:
 
     def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
         """There is nothing to take, and there will be nothing."""
-        self.give_back(state.request.request_id, state.settle(), outcome)
+        self.give_back(state.settle(), outcome)
         if outcome == Outcome.MISS:
             self._counters["misses"] += 1
         else:
@@ -382,17 +377,9 @@ class Claims:
     def finish(self, state: RequestState, outcome: Outcome) -> None:
         """Give up the request's hint and answer, if there are any."""
         self.dropped.pop(state.request.request_id, None)
-        self.give_back(state.request.request_id, state.drop(), outcome)
+        self.give_back(state.drop(), outcome)
 
-    def give_back(self, request_id: str, handle: Handle | None, outcome: Outcome) -> None:
+    def give_back(self, handle: Handle | None, outcome: Outcome) -> None:
         """Give a handle back that its request has given up."""
-        if handle is None:
-            return
-        if self._shadow:
-            flag = handle.look()
-            blocks = max(0, flag.count - handle.local_blocks)
-            shown = "pending" if flag.state == FlagState.HINTED else "ready"
-            self._counters[f"shadow_{shown}"] += 1
-            self._counters[f"shadow_{shown}_blocks"] += blocks
-            log.info("kvprefetch: shadow: request=%s %s blocks=%d", request_id, shown, blocks)
-        hints.finish(handle, outcome)
+        if handle is not None:
+            hints.finish(handle, outcome)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..shmring.wire.checks import first_error, nearest, shown
+from ..shmring.wire.checks import first_error, living, nearest, shown
 from ..shmring.wire.control_socket import check_socket_path, default_socket
 from .policy import Policy
+
+log = logging.getLogger("vllm.kvprefetch")
+# Former keys, with the reason: each is a warning for a release.
+GONE = {"reset_timeout_ms": "a reset is confirmed at once"}
 
 
 def _check_user(value: object) -> object:
@@ -28,6 +33,13 @@ def _daemon_options(value: object) -> object:
     return value
 
 
+def _mode(value: object) -> object:
+    if value == "shadow":
+        log.warning("kvprefetch: mode: shadow is the daemon's alone now (kvprefetchd mode shadow); this engine is off")
+        return "off"
+    return value
+
+
 class ConnectorConfig(BaseModel):
     """The connector's configuration. Unknown keys and values of another type are errors."""
 
@@ -42,9 +54,7 @@ class ConnectorConfig(BaseModel):
     start_daemon: Annotated[dict[str, Any] | None, BeforeValidator(_daemon_options)] = Field(
         default=None, description="true, or the daemon's options: start a daemon where none listens"
     )
-    mode: Literal["on", "shadow", "off"] = Field(
-        default="on", description="shadow: hint and look, never load or save; off: do nothing"
-    )
+    mode: Annotated[Literal["on", "off"], BeforeValidator(_mode)] = Field(default="on", description="off: do nothing")
     load_mode: Literal["auto", "sync", "async"] = Field(
         default="auto",
         description="sync: copy before the forward; async: beside it; auto: by size and by how busy the engine is. "
@@ -111,13 +121,13 @@ def load(values: Mapping[str, Any]) -> ConnectorConfig:
     """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
     if not isinstance(values, Mapping):
         raise ValueError(f"kv_connector_extra_config: is not an object of keys: value={shown(values)}")
-    known = ConnectorConfig.model_fields
+    values, known = living(values, GONE, log.warning), ConnectorConfig.model_fields
     if unknown := [key for key in values if key not in known]:
         close = nearest(str(unknown[0]), known)
         raise ValueError(
             f"kv_connector_extra_config: unknown key {shown(unknown[0])}: the keys are {', '.join(known)}{close}"
         )
     try:
-        return ConnectorConfig.model_validate(dict(values))
+        return ConnectorConfig.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"kv_connector_extra_config: {first_error(error, ConnectorConfig)}") from None

@@ -8,7 +8,6 @@ cannot be served, and update_state_after_alloc, after which the engine counts on
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
@@ -66,10 +65,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         refusals.check(vllm_config, kv_cache_config)
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
         self._start = hellos.start_of(vllm_config)
-        for_hello = self._geometry
-        if self._settings.mode == "shadow":  # the daemon then keeps no slots for saves, and counts no block as waste
-            self._geometry = dataclasses.replace(self._geometry, saves=False)
-            for_hello = dataclasses.replace(self._geometry, loads=False)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
@@ -86,7 +81,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             hello = hellos.of_scheduler(
-                vllm_config, self._start, for_hello, upstream_keys=self._settings.key_format == "vllm"
+                vllm_config, self._start, self._geometry, upstream_keys=self._settings.key_format == "vllm"
             )
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(

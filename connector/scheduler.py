@@ -225,7 +225,7 @@ class SchedulerSide:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         request_id = state.request.request_id
         self.answered.discard(request_id)
-        self.claims.give_back(request_id, state.settle(), Outcome.UNUSED)
+        self.claims.give_back(state.settle(), Outcome.UNUSED)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

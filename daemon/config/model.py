@@ -183,6 +183,12 @@ class DaemonConfig(BaseModel):
         return (self.lease_ms or default_ms) * 1_000_000
 
 
+# Former keys, with the reason: each is a warning for a release.
+GONE = {
+    "spin_us": "the daemon looks at the rings as the CPU time of a look allows",
+    "device_owner": "the daemon itself finds the way to share a GPU's memory",
+}
+
 # Keys that SIGHUP changes: those of `NEXT_ATTACH` for engines that attach later, the others of `RELOADABLE` at once.
 # Any other key needs a restart.
 NEXT_ATTACH = frozenset({"staging", "device_staging", "device_margin", "save_share", "hint_ring", "chunk"})

@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ...shmring.wire.checks import first_error, nearest
-from .model import ConfigError, DaemonConfig
+from ...shmring.wire.checks import first_error, living, nearest
+from .model import GONE, ConfigError, DaemonConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,14 +58,14 @@ def resolve(sources: Sources) -> Effective:
     layers: list[tuple[str, dict[str, Any]]] = []
     if sources.file is not None:
         layers.append((str(sources.file), _read(sources.file)))
-    variables = {PREFIX + key.upper(): key for key in DaemonConfig.model_fields}
+    variables = {PREFIX + key.upper(): key for key in (*DaemonConfig.model_fields, *GONE)}
     for variable, value in sources.environ.items():
         if variable != FILE_VARIABLE:
             _check(variable.upper(), "environment", variables)
             layers.append((f"${variable}", {variables[variable.upper()]: value}))
     layers += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in sources.flags.items()]
     for place, layer in layers:
-        for name, value in layer.items():
+        for name, value in living(layer, GONE, partial(print, file=sys.stderr)).items():
             if isinstance(value, dict) and name not in DaemonConfig.model_fields:
                 raise ConfigError(f"{place}: keys stand at the top of the file, below no table: [{name}]")
             _check(name, place, DaemonConfig.model_fields)

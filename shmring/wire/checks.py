@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -56,6 +56,13 @@ def shown(value: object) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def living(values: Mapping[str, Any], gone: Mapping[str, str], warn: Callable[[str], object]) -> dict[str, Any]:
+    """Return settings without former keys; each of those is a warning with the reason that `gone` has."""
+    for key in values.keys() & gone.keys():
+        warn(f"kvprefetch: the key {key} is gone, and ignored: {gone[key]}")
+    return {key: value for key, value in values.items() if key not in gone}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -56,6 +56,16 @@ def test_a_bad_value_is_one_line_with_key_value_and_bound(values: dict[Any, obje
         assert name in text
 
 
+def test_a_former_setting_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = load({"reset_timeout_ms": 5, "mode": "shadow", "wait_timeout_ms": 7})
+    assert (config.mode, config.wait_timeout_ms) == ("off", 7)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert [text.partition(": ")[2] for text in said] == [
+        "mode: shadow is the daemon's alone now (kvprefetchd mode shadow); this engine is off",
+        "the key reset_timeout_ms is gone, and ignored: a reset is confirmed at once",
+    ]
+
+
 @pytest.mark.parametrize("wishes", ["x" * 10_000, {"wait_policy": "x" * 10_000}, {"x" * 10_000: 1}])
 def test_what_a_client_wishes_fills_no_log(wishes: object) -> None:
     with pytest.raises(ValueError, match="kv_transfer_params") as caught:

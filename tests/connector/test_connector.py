@@ -184,12 +184,10 @@ def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp
         ({}, True, True),
         ({"role": "kv_producer"}, False, True),
         ({"role": "kv_consumer"}, True, False),
-        ({"extra": {"mode": "shadow", "key_format": "vllm"}}, False, False),
+        ({"extra": {"key_format": "vllm"}}, True, True),
     ],
 )
-def test_roles_and_the_shadow_mode_decide_what_is_done(
-    tmp_path: Path, changes: dict[str, Any], loads: bool, saves: bool
-) -> None:
+def test_roles_decide_what_is_done(tmp_path: Path, changes: dict[str, Any], loads: bool, saves: bool) -> None:
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s", **changes), SCHEDULER, kv_cache_config())
     assert connector.link is not None
     hello = connector.link.hello().scheduler

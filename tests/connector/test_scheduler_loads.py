@@ -134,27 +134,6 @@ def test_a_claim_after_a_taking_back_fails_or_reads_the_new_slots(again: bool) -
     assert list(engine.step([(request, 4 * BLOCK)]).loads[0].slots) == [1, 2, 3]
 
 
-def test_shadow_mode_reports_and_never_loads() -> None:
-    engine = Engine(mode="shadow")
-    hit, pending = engine.add("hit", 4 * BLOCK), engine.add("pending", 4 * BLOCK)
-    engine.daemon.stage("hit", 3)
-    for request in (hit, pending):
-        assert engine.match(request) == NOTHING
-        engine.allocate(request, 0)
-        meta = engine.step([(request, 4 * BLOCK)])
-        assert (meta.loads, meta.saves) == ([], [])
-    assert (engine.side.counters["shadow_ready_blocks"], engine.side.counters["shadow_pending"]) == (3, 1)
-    assert engine.daemon.unreturned() == []
-
-
-def test_shadow_mode_hints_at_the_first_visit_where_none_was_at_arrival() -> None:
-    engine = Engine(mode="shadow", hint_on_arrival=False)
-    request = engine.add("r", 4 * BLOCK)
-    assert [engine.match(request) for _ in range(2)] == [NOTHING] * 2
-    engine.daemon.drain()
-    assert [hint.request_id for hint in engine.daemon.hints] == ["r"]
-
-
 @pytest.mark.parametrize("answered", [0, 1])
 def test_an_allocation_nobody_answered_is_not_survived(answered: int) -> None:
     """Swallowing it would compute on blocks that nobody fills."""

@@ -160,9 +160,8 @@ def test_after_another_connectors_failed_load_nothing_of_the_request_is_stored()
     assert len(engine.step([(last, 2 * BLOCK)]).saves) == 1
 
 
-@pytest.mark.parametrize("fields", [{"saves": False}, {"mode": "shadow"}])
-def test_no_saves_when_not_a_producer(fields: dict[str, bool]) -> None:
-    engine = Engine(**fields)  # type: ignore[arg-type]
+def test_no_saves_when_not_a_producer() -> None:
+    engine = Engine(saves=False)
     engine.daemon.credits.grant([1, 2])
     request = engine.admitted("r", 2 * BLOCK)
     assert engine.step([(request, 2 * BLOCK)]).saves == []

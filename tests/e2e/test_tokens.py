@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.cli.test_mode import switch
 from tests.e2e.conftest import (
     BLOCK,
     Site,
@@ -147,11 +148,14 @@ def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right:
 
 @pytest.mark.shows("`mode` shadow")
 def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> None:
-    filler, shadow = site.engine(), site.engine(extra={"mode": "shadow"})
+    filler = site.engine()
     filler.run(PROMPTS)
     site.fresh(filler)
     filler.stop()
+    switch(site.daemon.socket, "shadow")
+    shadow = site.engine()
     served(shadow.run(PROMPTS), right, [0] * len(PROMPTS))
+    switch(site.daemon.socket, "on")
     found = counters(shadow)
     assert found["hints"] == len(PROMPTS)
     assert found.get("loads", 0) == found.get("saves", 0) == 0

@@ -78,6 +78,16 @@ def test_bad_input_names_key_value_bound_and_place(
         assert word in str(caught.value)
 
 
+def test_a_former_key_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvprefetchd.toml"
+    file.write_text("spin_us = 1\nmax_engines = 3\n")
+    effective = resolve(Sources({}, {"KVPREFETCHD_DEVICE_OWNER": "daemon"}, file))
+    assert effective.config.max_engines == 3
+    said = capsys.readouterr().err
+    for key in ("spin_us", "device_owner"):
+        assert f"the key {key} is gone, and ignored: the daemon" in said
+
+
 def test_a_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:
     """It begins with a mark of three bytes."""
     assert resolve(sources(tmp_path, "\ufeffmax_engines = 3\n")).config.max_engines == 3
