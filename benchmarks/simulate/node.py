@@ -92,7 +92,7 @@ class Node:
         self._loop, self._model, self._contents, self._block_bytes = loop, model, contents, block_bytes
         self._memory, self._disk = Link(loop, model.memory), Link(loop, model.disk)
         self._pace = Pace()
-        self._sizes, self._meters = [CallSize() for _ in Lane], [Meter(lane.name) for lane in Lane]
+        self._sizes, self._meters = [CallSize() for _ in Lane], [Meter() for _ in Lane]
         self._flags = Flags(changed)
         self._planner = Planner(model.staging_blocks, self._flags, chunk_blocks=model.chunk_blocks)
         self._groups = groups

@@ -42,9 +42,7 @@ class Housekeeping:
         shared = self._shared
         self._board.beat(now_ns)
         shared.pools.tick(now_ns)
-        for slow in shared.pools.rates.tick(now_ns):
-            rates = {"bytes_s": round(slow.rate), "hour_bytes_s": round(slow.hour)}
-            shared.log.warning("fetch.slow", path=slow.path, **rates)
+        shared.pools.rates.tick(now_ns)
         self._control.tick(now_ns)
         self._backend.tick(shared.pools)
         for epoch, ending in self._epochs.tick(now_ns):

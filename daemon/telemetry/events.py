@@ -49,7 +49,7 @@ _NAMES = {
     " memory.freed name.back store.opened store.joined store.recovered store.closed disk.recovered master.started"
     " master.stopped",
     "warning": "config.kept cores.few memory.short memory.held log.lost name.missing picture.hidden peer.refused"
-    " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad fetch.slow"
+    " peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad"
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
     " store.unreadable store.unflushed disk.small disk.mended disk.failing",

@@ -17,7 +17,7 @@ from .pretty import amount, count, number, printable
 Numbers = Mapping[str, int | str]
 _GROWING = ("hints", "fetched_blocks", "transfer_ms", "hidden_ms")
 _PATHS = {"memory": "fetches from memory", "disk": "fetches from disk", "save": "puts"}
-_WINDOWS = {"5m": "last 5 min", "hour": "last hour", "day": "last day"}
+_WINDOWS = {"5m": "last 5 min", "hour": "last hour"}
 COLUMNS = (
     "ENGINE",
     "PEND",

@@ -54,7 +54,7 @@ class Pool:
         meter: Meter | None = None,
     ) -> None:
         self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
-        self._meter = meter if meter is not None else Meter("")
+        self._meter = meter if meter is not None else Meter()
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._calls: dict[Call, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0

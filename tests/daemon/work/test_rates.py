@@ -1,10 +1,10 @@
-"""What a path moved, as bytes by busy time, and when that is well below what it was."""
+"""What a path moved, as bytes by busy time."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvprefetch.daemon.work.rates import HOUR_NS, SLICE_NS, Meter, Rates, Slow
+from kvprefetch.daemon.work.rates import HOUR_NS, SLICE_NS, Meter, Rates
 
 S, MB = 1_000_000_000, 1_000_000
 
@@ -13,8 +13,7 @@ class Link:
     """A path that moves bytes, with a clock."""
 
     def __init__(self) -> None:
-        self.meter, self.now = Meter("memory"), 1
-        self.slow: list[Slow] = []
+        self.meter, self.now = Meter(), 1
 
     def move(self, count: int, busy_s: float, slice_s: float = SLICE_NS / S) -> None:
         """Make one call of `busy_s` in a slice of `slice_s`."""
@@ -28,19 +27,18 @@ class Link:
         until = self.now + int(seconds * S)
         while self.now < until:
             self.now += S // 10
-            if (slow := self.meter.tick(self.now)) is not None:
-                self.slow.append(slow)
+            self.meter.tick(self.now)
 
     def rates(self) -> list[float | None]:
-        return [self.meter.known.get(window) for window in ("now", "5m", "hour", "day")]
+        return [self.meter.known.get(window) for window in ("now", "5m", "hour")]
 
 
 def test_a_rate_is_bytes_by_the_time_in_which_a_call_was_in_flight() -> None:
     link = Link()
-    assert link.rates() == [None] * 4
+    assert link.rates() == [None] * 3
     link.move(96 * MB, 1.0)
     link.move(192 * MB, 2.0)
-    assert link.rates() == [96 * MB] * 4
+    assert link.rates() == [96 * MB] * 3
     assert link.meter.total(link.now) == (288 * MB, 3 * S)
 
 
@@ -48,11 +46,11 @@ def test_what_moved_minutes_ago_is_not_now() -> None:
     link = Link()
     link.move(96 * MB, 1.0)
     link.wait(30)
-    assert link.rates() == [None, 96 * MB, 96 * MB, 96 * MB]
+    assert link.rates() == [None, 96 * MB, 96 * MB]
 
 
 def test_calls_that_overlap_share_the_time() -> None:
-    meter = Meter("memory")
+    meter = Meter()
     meter.began(0)
     meter.began(1 * S)
     meter.add(20)
@@ -62,51 +60,15 @@ def test_calls_that_overlap_share_the_time() -> None:
     assert meter.total(9 * S) == (20, 4 * S)
 
 
-def test_a_path_well_below_its_hour_is_said_once_a_minute() -> None:
-    link = Link()
-    for _ in range(20):
-        link.move(96 * MB, 1.0)
-    link.move(30 * MB, 1.0)
-    assert link.slow == [], "a third is not well below"
-    for _ in range(11):
-        link.move(6 * MB, 5.0)
-    assert link.slow == [("memory", 1.2 * MB, 96 * MB)]
-    link.move(6 * MB, 5.0)
-    link.move(6 * MB, 5.0)
-    assert len(link.slow) == 2
-
-
-@pytest.mark.parametrize(
-    ("before", "count", "busy_s"), [(6, 1000, 0.02), (6, 1 * MB, 0.9), (6, 0, 2.0), (1, 1 * MB, 5.0)]
-)
-def test_little_traffic_is_not_called_slow_nor_none_nor_the_first(before: int, count: int, busy_s: float) -> None:
-    link = Link()
-    for _ in range(before):
-        link.move(96 * MB, 1.0)
-    link.move(count, busy_s)
-    assert link.slow == []
-
-
 def test_a_slow_quarter_of_an_hour_does_not_move_what_was_usual() -> None:
     link = Link()
     for _ in range(360):
         link.move(96 * MB, 1.0)
     for _ in range(180):
         link.move(6 * MB, 5.0)
-    assert link.rates() == [1.2 * MB, 1.2 * MB, 96 * MB, 96 * MB]
-
-
-def test_the_day_remembers_what_the_hour_forgot_and_memory_is_bounded() -> None:
-    link = Link()
-    for hour in range(30):
-        link.wait(HOUR_NS / S - 100)
-        for _ in range(20):
-            link.move((hour + 1) * MB, 1.0)
-    link.wait(2 * HOUR_NS / S)
-    now, five, hour_rate, day = link.rates()
-    assert (now, five, hour_rate) == (None, None, None)
-    assert day is not None
-    assert 10 * MB <= day <= 28 * MB, "hours 6 to 30"
+    assert link.rates() == [1.2 * MB, 1.2 * MB, 96 * MB]
+    link.wait(HOUR_NS / S + 10)
+    assert link.rates() == [None] * 3
 
 
 def test_a_call_longer_than_a_slice_counts_when_it_ends() -> None:
@@ -121,7 +83,6 @@ def test_a_call_longer_than_a_slice_counts_when_it_ends() -> None:
     link.meter.ended(link.now)
     link.wait(5)
     assert link.rates()[0] == pytest.approx(1.2 * MB, rel=0.05)
-    assert len(link.slow) == 1
 
 
 def test_all_paths_that_had_traffic_are_known_by_window() -> None:
@@ -130,5 +91,5 @@ def test_all_paths_that_had_traffic_are_known_by_window() -> None:
     rates.fetches[1].add(50 * MB)
     rates.fetches[1].ended(1 * S)
     for at in range(1, 70):
-        assert list(rates.tick(at * S // 10)) == []
-    assert rates.known() == {"disk": dict.fromkeys(("now", "5m", "hour", "day"), pytest.approx(50 * MB))}
+        rates.tick(at * S // 10)
+    assert rates.known() == {"disk": dict.fromkeys(("now", "5m", "hour"), pytest.approx(50 * MB))}
