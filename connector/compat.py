@@ -82,8 +82,7 @@ USED: Mapping[str, str] = {
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": "_adapter_manager _load_adapter(request) list_adapters()",
     "vllm.v1.core.block_pool.BlockPool": "blocks cached_block_hash_to_block",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "blocks get_block_ids()",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool evict_blocks(ids) get_block_ids(request_id)"
-    " get_computed_blocks(request)",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool evict_blocks(ids) get_computed_blocks(request)",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash block_id",
     "vllm.v1.core.sched.output.KVConnectorBlockState": "boundary_state_offloads get_block_ids(request_id)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens"

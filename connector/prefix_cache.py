@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import dropwhile
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
@@ -45,11 +45,17 @@ class PrefixCache(LocalCache):
         block = self._pool.cached_block_hash_to_block.get_one_block(name[:-1] + self._suffixes[name[-1]])
         return None if block is None else int(block.block_id)
 
-    def forget(self, failed: Collection[int], request_ids: Iterable[str]) -> None:
+    def forget(self, failed: Collection[int], admitted: Iterable[tuple[Sequence[bytes], Sequence[Any]]]) -> None:
         # vLLM has a block under its name before it is filled, and leaves it there when the load failed: the request
-        # computes it anew, unless it ends or is preempted before.  Loads that fail by blocks are of one group.
-        bad = {*failed}
-        for request_id in request_ids:
-            for table in self._manager.get_block_ids(request_id):
-                bad.update(dropwhile(lambda block: block not in failed, table))
-        self._manager.evict_blocks(bad)
+        # computes it anew, unless it ends or is preempted before.  Then vLLM has no table of it any more: what it
+        # computed goes by name.  Loads that fail by blocks are of one group.
+        self._manager.evict_blocks({*failed})
+        bad = set[bytes]()
+        for hashes, table in admitted:
+            names = hashes[self._ratio - 1 :: self._ratio]
+            both = enumerate(zip_longest(names, (block.block_id for block in table)))
+            unfilled = (at for at, (name, block) in both if name in bad or block in failed)
+            bad.update(names[next(unfilled, len(names)) :])
+        for name in bad:
+            while (block := self.find(name + b"\0")) is not None:
+                self._manager.evict_blocks({block})

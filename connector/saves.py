@@ -74,8 +74,11 @@ class LocalCache:
         """Return a block that the cache has under this name."""
         return None
 
-    def forget(self, failed: Collection[int], request_ids: Iterable[str]) -> None:
-        """A load left these blocks unfilled: no later request finds them, nor what these requests computed on them."""
+    def forget(self, failed: Collection[int], admitted: Iterable[tuple[Sequence[bytes], Sequence[Any]]]) -> None:
+        """A load left these blocks unfilled: no later request finds them, nor what was computed on them.
+
+        `admitted`: the hashes of each request that may have used them, and vLLM's blocks that it was given first.
+        """
 
 
 class Saves:

@@ -13,6 +13,7 @@ Rules that keep the engine's contract:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from .resets import News, Resets
 from .saves import LocalCache, Saves
 from .session import ALIVE, SchedulerSession
 from .stats import Tally
-from .steps import StepTimes
+from .steps import MAX_IN_FLIGHT, StepTimes
 from .uses import Uses
 from .waits import Clock, SystemClock, Waits
 
@@ -62,6 +63,8 @@ class SchedulerSide:
         self.requests: dict[str, RequestState] = {}
         self.running: set[str] = set()  # requests that hold a place
         self._unfilled: set[str] = set()  # requests that may have blocks which a failed load left unfilled
+        # Those that a step in flight may have admitted: that step's number - 1, their hashes, and vLLM's blocks.
+        self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
         self.resets = Resets(link, geometry.world_size, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._session: SchedulerSession | None = None
@@ -211,6 +214,9 @@ class SchedulerSide:
             self._admitted_without_load(state)
         if not beside:
             self.running.add(request.request_id)
+        (admitted := self.admitted).append((self.steps.begun, request.block_hashes, blocks.blocks))
+        while admitted[0][0] < self.steps.begun - MAX_IN_FLIGHT:
+            admitted.popleft()
         if state is not None and self._saving and not self.saves.complete(state):
             self.saves.unsaved[request.request_id] = state
 
@@ -296,7 +302,7 @@ class SchedulerSide:
                 if state.settled:  # every admitted request is
                     state.taint()
                     self._unfilled.add(state.request.request_id)
-            self.cache.forget(failed_blocks, self._unfilled)
+            self.cache.forget(failed_blocks, [(hashes, blocks[0]) for _, hashes, blocks in self.admitted])
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
         if worker_meta.adapters:  # before the saves: some of them may be of another content than they are named after

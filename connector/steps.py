@@ -22,8 +22,8 @@ _LEAST_TOKENS = 32
 _NEWEST = 0.1
 # The fit forgets: half of it is younger than about this many prefill tokens in one go, squared.
 _MEMORY_TOKENS2 = 8192.0**2
-# No engine has so many steps in flight: ends are not reported, and the steps noted here are void.
-_MAX_IN_FLIGHT = 64
+# No engine has so many steps in flight. If it seems so, ends are not reported, and the steps noted here are void.
+MAX_IN_FLIGHT = 64
 
 
 class _PrefillCost:
@@ -74,7 +74,7 @@ class StepTimes:
     def began(self, now_ns: int, prefill_tokens: int, *, executed: bool, typical: bool = True) -> None:
         """A step was scheduled. `typical`: it does nothing else that takes time, such as a load."""
         self._passed, self.skip = self._passed - self.skip, 0
-        if not self._passed <= self.begun <= self._passed + _MAX_IN_FLIGHT:
+        if not self._passed <= self.begun <= self._passed + MAX_IN_FLIGHT:
             self._flying.clear()
             self._passed = self.begun
         self.begun += 1

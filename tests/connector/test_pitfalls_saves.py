@@ -243,6 +243,42 @@ def test_p31_no_later_request_finds_a_block_that_a_failed_load_left_unfilled(
     fails_with(check, monkeypatch, PrefixCache, "forget", lambda *args: None)
 
 
+@pytest.mark.parametrize(("in_flight", "end"), [(1, "aborted"), (2, "aborted"), (2, "preempted")])
+def test_p31_what_was_computed_on_an_unfilled_block_is_not_found_where_the_request_ended(
+    make: Make, monkeypatch: Patch, in_flight: int, end: str
+) -> None:
+    """Its table is gone by then; a later request that computes the unfilled blocks would go on with those behind."""
+
+    def check() -> None:
+        engine = make(load_mode="sync", in_flight=in_flight, credits=range(32, 64), blocks=8, wait_timeout_ms=0)
+        other = engine.add("other", BLOCK - 2, out=9)
+        while other.num_computed_tokens < BLOCK - 1:
+            engine.step()
+        first = engine.add("first", 5 * BLOCK + 1)
+        engine.stage("first", 1)
+        engine.workers[0].worker_side.link.sessions.clear()
+        engine.schedule()
+        assert len(engine.orders()) == 1
+        if end == "aborted":
+            engine.abort("first")
+        else:
+            assert engine.schedule().preempted_req_ids == {"first"}, "the other one needs a block"
+            engine.abort("first")
+        engine.abort("other")
+        while engine.flight:
+            engine.process()
+        assert engine.side.counters["failed_loads"] == 1
+        second = engine.add("second", [*first.prompt_token_ids[:BLOCK], 7])
+        assert engine.side.cache.tokens(second) == 0
+        engine.run()
+        assert engine.side.cache.tokens(engine.add("third", first.prompt_token_ids)) == BLOCK
+        engine.run()
+        assert engine.left() == []
+
+    forget = PrefixCache.forget
+    fails_with(check, monkeypatch, PrefixCache, "forget", lambda self, failed, admitted: forget(self, failed, ()))
+
+
 @pytest.mark.parametrize(("in_flight", "second_runner"), [(1, True), (3, False)])
 def test_p17_a_preempted_request_starts_over(
     make: Make, monkeypatch: Patch, in_flight: int, second_runner: bool
