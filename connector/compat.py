@@ -205,11 +205,15 @@ def verdict(version: str) -> str:
     )
 
 
-def check() -> str:
-    """The `verdict` on the installed vLLM."""
+def running_version() -> str:
     import vllm
 
-    return verdict(vllm.__version__)
+    return str(vllm.__version__)
+
+
+def check() -> str:
+    """The `verdict` on the installed vLLM."""
+    return verdict(running_version())
 
 
 def installed_version() -> str:

@@ -97,6 +97,12 @@ class ConnectorConfig(BaseModel):
         description="a file whose text names the weights in the log after a reset; it is in no key",
     )
 
+    @property
+    def in_force(self) -> str:
+        """What an operator would ask for, as key=value: how requests wait and load, and what is not the default."""
+        named = {"wait_policy", "load_mode"} | self.model_fields_set - {"socket", "start_daemon", "cache_prefix"}
+        return " ".join(f"{key}={getattr(self, key)}" for key in type(self).model_fields if key in named)
+
 
 # Keys that a single request may set for itself.
 OVERRIDABLE = ("wait_policy", "wait_timeout_ms")

@@ -80,9 +80,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
                     transfer.kv_load_failure_policy,
                 )
-            hello = hellos.of_scheduler(
-                vllm_config, self._start, self._geometry, upstream_keys=self._settings.key_format == "vllm"
-            )
+            hello = hellos.of_scheduler(vllm_config, self._start, self._geometry, self._settings)
             if hello.scheduler is not None and not hello.scheduler.hash_probe:
                 log.warning(
                     "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "

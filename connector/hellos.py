@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
-from ..shmring.wire.attach import MAX_MODEL, GroupInfo, Hello, SchedulerInfo, WorkerInfo
+from ..shmring.wire.attach import MAX_MODEL, MAX_SETTINGS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
+from .compat import running_version
+from .config import ConnectorConfig
 from .geometry import Geometry, pp_rank, publishes_events
 from .resets import Weights
 
@@ -56,7 +58,7 @@ def as_made(vllm_config: VllmConfig) -> VllmConfig:
     return vllm_config
 
 
-def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, *, upstream_keys: bool) -> Hello:
+def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, settings: ConnectorConfig) -> Hello:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     hash_start, probe = start_and_probe(algorithm)
     blocks, rules, model = geometry.max_blocks, geometry.groups, vllm_config.model_config
@@ -69,7 +71,8 @@ def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, *, u
         loads=geometry.loads,
         saves=geometry.saves,
         events=publishes_events(vllm_config),
-        upstream_keys=upstream_keys,
+        upstream_keys=settings.key_format == "vllm",
+        settings=f"vllm={running_version()} kvprefetch={__version__} {settings.in_force}"[:MAX_SETTINGS],
         hash_algorithm=algorithm,
         hash_start=hash_start,
         hash_probe=probe,

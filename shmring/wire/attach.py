@@ -13,6 +13,7 @@ from .checks import KeyPrefix, Packet, shown
 MAX_ABSENT = 400  # names in one message: 52 KiB of the longest
 MAX_BORDERS = 2048  # of WorkerInfo.written, of all groups together: 22 KiB of a message
 MAX_MODEL = 1024  # characters of a model's name or path
+MAX_SETTINGS = 128  # characters of SchedulerInfo.settings
 # Names the weights of an engine since its last reset, in its keys; empty: those of its start.
 Weights = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 
@@ -75,6 +76,8 @@ class SchedulerInfo(Packet):
     upstream_keys: bool = False
     # What its callers call the model: its path or its name on the Hub, and the name that it is served by.
     models: list[Annotated[str, Field(max_length=MAX_MODEL)]] = Field(default=[], max_length=8)
+    # For operators: its releases and its connector's configuration, as name=value.
+    settings: str = Field(default="", max_length=MAX_SETTINGS)
     # The number of its last reset, and its weights since.
     reset_generation: int = Field(default=0, ge=0, le=(1 << 63) - 1)
     weights: Weights = ""

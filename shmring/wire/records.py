@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ..layout import PAGE_ENTRIES
 
-PROTOCOL = 16
+PROTOCOL = 17
 MAX_REQUEST_ID_BYTES = 256
 MAX_HASH_BYTES = 64  # the longest digest that vLLM's hash algorithms make has 32
 MAX_SAVED_BLOCKS = 4096  # of one SAVED record; the slots of one put fit a control message

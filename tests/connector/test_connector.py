@@ -17,9 +17,12 @@ import kvprefetch.connector as package
 
 base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
+import vllm  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
+from kvprefetch import __version__  # noqa: E402
+from kvprefetch.connector import config as configuration  # noqa: E402
 from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata, OfReset  # noqa: E402
@@ -238,13 +241,15 @@ def test_saves_that_nobody_else_will_find_are_warned_about(
 def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_path: Path) -> None:
     """So prompts can be hashed for it: SchedulerInfo's start and probe are those of kv/hashing.py."""
     window = kinds.SlidingWindowSpec(64, **HEADS, sliding_window=128)
+    settings = configuration.load({"wait_policy": "timeout", "socket": "/s"})
     for specs in ([FULL], [FULL, window]):
         config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
         numbers = geometry.of_engine(config, cache)
         assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
-        said = hellos.of_scheduler(config, hellos.start_of(config), numbers, upstream_keys=False).scheduler
+        said = hellos.of_scheduler(config, hellos.start_of(config), numbers, settings).scheduler
         assert said is not None
         assert said.models == ["org/tiny", "tiny-served"]
+        assert said.settings == f"vllm={vllm.__version__} kvprefetch={__version__} load_mode=auto wait_policy=timeout"
         start, probe = bytes.fromhex(said.hash_start), bytes.fromhex(said.hash_probe)
         assert len(BlockHasher(said.hash_algorithm, start, said.hash_tokens, probe)(range(97))) == 3 * 32
 
