@@ -18,6 +18,7 @@ DROP_INS = {
     "gpu": "let the service use NVIDIA GPUs",
     "rdma": "let the service use RDMA devices and the network",
     "cluster": "let the service reach other machines; without it the network is loopback only",
+    "logfile": "write the log to /var/log/kvprefetch instead of the journal",
     "activation": "start the service at the first connection to its socket",
 }
 NOTIFY_RELOAD = 253  # the first systemd with Type=notify-reload
@@ -37,7 +38,9 @@ PAGE = HelpPage(
     files={
         "/etc/systemd/system/kvprefetchd.service": "the service; beside it kvprefetchd.socket, and drop-ins in "
         "kvprefetchd.service.d",
-        "/etc/sysusers.d, /etc/tmpfiles.d": "kvprefetch.conf: the user kvprefetch, the folder /run/kvprefetch",
+        "/etc/sysusers.d, /etc/tmpfiles.d": "kvprefetch.conf: the user kvprefetch, the folders /run/kvprefetch and "
+        "/var/log/kvprefetch",
+        "/etc/logrotate.d": "kvprefetchd: rotates the files of --logfile",
         str(CONFIG): "the configuration",
         "~/.config/systemd/user": "with --user, kvprefetchd.service",
     },
@@ -102,6 +105,7 @@ def system_files(drop_ins: list[str], command: list[str]) -> dict[Path, str]:
         units / "kvprefetchd.service": fill(template("kvprefetchd.service"), command, CONFIG, homes),
         Path("/etc/sysusers.d/kvprefetch.conf"): template("kvprefetch.sysusers.conf"),
         Path("/etc/tmpfiles.d/kvprefetch.conf"): template("kvprefetch.tmpfiles.conf"),
+        Path("/etc/logrotate.d/kvprefetchd"): template("kvprefetchd.logrotate"),
         CONFIG: template("kvprefetchd.toml"),
     }
     for name in drop_ins:

@@ -23,8 +23,9 @@ from .help_page import Group, HelpPage
 SERVE = HelpPage(
     "serve engines on a Unix socket",
     details="Runs until SIGTERM or SIGINT, or with --exit-idle-s until its last engine has ended; then it lets calls "
-    "to the store end and waits until the disk has everything. SIGHUP reads the configuration again and applies what "
-    "may change while it runs. The log goes to standard output: JSON lines, readable ones on a terminal.\n\n"
+    "to the store end and waits until the disk has everything. SIGHUP opens the log's file again, reads the "
+    "configuration, and applies what may change while it runs. The log goes to standard output: JSON lines, readable "
+    "ones on a terminal.\n\n"
     "Without --mooncake-config it starts a private Mooncake store on this machine. Sizes take a unit (512MiB, 4GB). An "
     "option wins over the environment, the environment over the file; check-config shows the outcome. It needs at "
     "least two cores.",
@@ -32,7 +33,7 @@ SERVE = HelpPage(
         ("kvprefetchd serve --staging 8GiB --memory 16GiB", "a private store in memory"),
         ("kvprefetchd serve --disk /var/lib/kvprefetch/disk:500GiB", "with a disk that a restart finds again"),
         ("kvprefetchd serve --mooncake-config mooncake.json", "join a Mooncake cluster"),
-        ("kvprefetchd serve --config kvprefetchd.toml > kvprefetchd.log", "as a service does it, with a log for tail"),
+        ("kvprefetchd serve --config kvprefetchd.toml >> kvprefetchd.log", "as a service does it, with a log for tail"),
     ),
     exits={
         0: "a signal stopped it, or it was without an engine for exit_idle_s",

@@ -42,6 +42,7 @@ class Admin:
         self._shared, self._epochs = shared, epochs
         # Users with a running removal. Each may have one, since saves of all users wait behind it.
         self._removing: set[int | None] = set()
+        self._reloading: list[Reply] = []
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
         if isinstance(query, StatusQuery):
@@ -56,12 +57,17 @@ class Admin:
         elif uid is not None:
             raise ProtocolError(f"only root and the daemon's own user may do this: uid={uid}")
         elif isinstance(command, Reload):
+            self._reloading.append(reply)
             os.kill(os.getpid(), signal.SIGHUP)
-            reply(Report(ok=True, text="the daemon reads its configuration again; its log says what changed"))
         else:
             before = self._shared.mode
             self._epochs.switch(command.mode)
             reply(Report(ok=True, text=f"mode: {command.mode} (was {before})"))
+
+    def reloaded(self, report: Report) -> None:
+        """Answer all who asked for a reload."""
+        while self._reloading:
+            self._reloading.pop()(report)
 
     def engine(self, query: EngineQuery, uid: int | None) -> Engine | Report:
         """Return the one engine of this user's that the query fits, or why there is none."""

@@ -93,14 +93,15 @@ class Control:
         self.handshake.tick(now_ns)
         self._door.tick(now_ns)
 
-    def reload(self, config: DaemonConfig) -> None:
-        """Serve by this configuration from now on."""
+    def reload(self, config: DaemonConfig, report: Report) -> None:
+        """Serve by this configuration from now on, and tell the operators who asked for it."""
         before, self._shared.config = self._shared.config, config
         self._connections.access = access_of(self._connections.sock, config)
         if config.mode != before.mode:
             self.epochs.switch(config.mode)
         if config.namespaces != before.namespaces:  # the engines come back, with keys of the other kind
             self.handshake.end_all(Ending.ENGINE_GONE)
+        self._admin.reloaded(report)
 
     def close(self) -> None:
         self._door.close()

@@ -129,7 +129,7 @@ class Daemon:
             if self._signals.reload:
                 self._signals.reload = False
                 self._notifier.reloading()
-                control.reload(reloaded(shared.config, self._reread, self._log))
+                control.reload(*reloaded(shared.config, self._reread, self._log))
                 self._notifier.ready(housekeeping.summary())
             loop.turn(now_ns, ticked_ns + tick_ns)
 

@@ -20,7 +20,7 @@ import structlog
 from . import pretty
 from .events import COMMON, EVENTS, FLOODS
 from .metrics import Metrics
-from .streams import LogWriter, never_wait
+from .streams import LogWriter, never_wait, take_faults
 
 Log = Any  # a structlog bound logger; its class is made at run time
 
@@ -108,6 +108,7 @@ class Threshold:
 threshold = Threshold()
 floods = Floods()
 _output: tuple[LogWriter, Log] | None = None
+_place = ""
 
 
 def configure(level: str, metrics: Metrics) -> Log:
@@ -155,9 +156,15 @@ def configure(level: str, metrics: Metrics) -> Log:
 
 def unblock_streams(environ: Mapping[str, str] = os.environ) -> None:
     """Keep a reader of standard output or standard error that stalls from stopping the daemon."""
-    for stream in (sys.stdout, sys.stderr):
+    global _place
+    for stream in (sys.stderr, sys.stdout):
         stream.flush()
-        never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
+        _place = never_wait(stream.fileno(), ours=goes_to_journald(stream, environ))
+
+
+def place() -> str:
+    """Return where the log goes: a file's path, "the journal", or another word."""
+    return _place
 
 
 def tick(*, at_once: bool = False) -> int:
@@ -173,6 +180,8 @@ def tick(*, at_once: bool = False) -> int:
         level, event = line.pop("level"), line.pop("event")
         line.pop("ts", None)
         getattr(log, level)(event, **line)
+    for fault in take_faults():
+        log.warning("log.kept", error=fault)
     if lost := writer.take_lost():
         log.warning("log.lost", lost_lines=lost)
     return writer.lost_lines

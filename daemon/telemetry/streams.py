@@ -21,32 +21,36 @@ LIMIT_BYTES = 4 << 20  # of lines that wait for their reader
 RETRY_S = 0.1
 SETTLE_S = 2.0
 
-_pipes: dict[tuple[int, int], int] = {}  # to the files, by device and inode: both streams may lead to one
-_streams: list[int] = []  # descriptors that lead to such pipes now
-_writers: list[threading.Thread] = []
+_files: dict[tuple[int, int], LogFile] = {}  # by device and inode at the start: both streams may lead to one
+_streams: list[int] = []  # descriptors that lead to their pipes now
 _ending = threading.Event()
 
 
-def never_wait(fd: int, *, ours: bool = False) -> None:
+def never_wait(fd: int, *, ours: bool = False) -> str:
     """Let a write to `fd` fail at once where it would wait. Mooncake's calls write to standard error, too.
 
     `fd` gets a description of its own, so that other writers do not notice.  A socket cannot be opened again, and is
     changed itself if it is ours alone (`ours`).  A stream that cannot be opened for lack of rights stays as it is.
+    Return a file's path, else a word for what `fd` leads to.
     """
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
         key = (status.st_dev, status.st_ino)
-        if key not in _pipes:
-            _pipes[key] = _start_writer(_appending(fd))
-        os.dup2(_pipes[key], fd, inheritable=True)
+        if key not in _files:
+            _files[key] = LogFile(fd)
+        os.dup2(_files[key].pipe, fd, inheritable=True)
         _streams.append(fd)
-    elif stat.S_ISSOCK(status.st_mode) and ours:
-        os.set_blocking(fd, False)
-    elif stat.S_ISFIFO(status.st_mode) or os.isatty(fd):
+        return _files[key].path or "a file without a name"
+    if stat.S_ISSOCK(status.st_mode):
+        if ours:
+            os.set_blocking(fd, False)
+        return "the journal" if ours else "a socket"
+    if terminal := os.isatty(fd) or stat.S_ISFIFO(status.st_mode):
         with contextlib.suppress(OSError):
             again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.dup2(again, fd, inheritable=True)
             os.close(again)
+    return "a terminal" if os.isatty(fd) else "a pipe" if terminal else "nowhere"
 
 
 def _appending(fd: int) -> int:
@@ -59,42 +63,93 @@ def _appending(fd: int) -> int:
         return again
 
 
+def open_again() -> None:
+    """Go on in the files that have the paths of the start now: call it once the log was rotated."""
+    for file in _files.values():
+        file.again = True
+
+
+def take_faults() -> list[str]:
+    """Return why files could not be opened again, each reason once."""
+    faults = [file.fault for file in _files.values() if file.fault]
+    for file in _files.values():
+        file.fault = ""
+    return faults
+
+
 def settle(timeout_s: float = SETTLE_S) -> None:
     """Wait until the files have all that this process wrote, for `timeout_s` at most. Call it last of all."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if not _writers:
+    if not _files:
         return
     null = os.open(os.devnull, os.O_WRONLY)
-    for fd in (*_streams, *_pipes.values()):
+    for fd in (*_streams, *(file.pipe for file in _files.values())):
         os.dup2(null, fd)  # closes the pipe's last end: the writer reads its rest, then the end of file
     _ending.set()
     deadline = time.monotonic() + timeout_s
-    for writer in _writers:
-        writer.join(max(0.0, deadline - time.monotonic()))
+    for file in _files.values():
+        file.thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _start_writer(file: int) -> int:
-    """Start a thread that writes to `file`; return its pipe's end."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(write, False)
-    if not _writers:
-        atexit.register(settle)
-    _writers.append(threading.Thread(target=_write_out, args=(read, file), name="log-file", daemon=True))
-    _writers[-1].start()
-    return write
+class LogFile:
+    """A file behind a pipe; a thread of its own copies. `path`: its name at the start, "" where it has none.
 
+    After `again` was set, the next line goes to the file that has the path then.
+    """
 
-def _write_out(pipe: int, file: int) -> None:
-    """Copy from `pipe` to `file` until nobody has the pipe's other end any more."""
-    while data := os.read(pipe, PIECE_BYTES):
+    def __init__(self, fd: int) -> None:
+        self.path, self.again, self.fault = _name_of(fd), False, ""
+        self._file = _appending(fd)
+        read, self.pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.pipe, False)
+        if not _files:
+            atexit.register(settle)
+        self.thread = threading.Thread(target=self._copy, args=(read,), name="log-file", daemon=True)
+        self.thread.start()
+
+    def _copy(self, pipe: int) -> None:
+        """Copy until nobody has the pipe's other end any more; change the file between two lines."""
+        whole = True
+        while data := os.read(pipe, PIECE_BYTES):
+            if self.again and (whole or b"\n" in data):
+                end = 0 if whole else data.index(b"\n") + 1
+                self._write(data[:end])
+                self._open()
+                data = data[end:]
+            whole = data.endswith(b"\n") if data else True
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         while data:
             try:
-                data = data[os.write(file, data) :]
+                data = data[os.write(self._file, data) :]
             except OSError:  # a full disk: try again until the daemon ends, as if it stood still
                 if _ending.wait(RETRY_S):
                     return
+                if self.again:  # the room may be another file's, or what the old one had
+                    self._open()
+
+    def _open(self) -> None:
+        self.again = False
+        if not self.path:
+            return
+        try:
+            new = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        except OSError as error:
+            self.fault = f"{error.strerror}: path={self.path!r}"
+            return
+        os.dup2(new, self._file, inheritable=False)
+        os.close(new)
+
+
+def _name_of(fd: int) -> str:
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        return path if os.path.samestat(os.stat(path), os.fstat(fd)) else ""
+    except OSError:
+        return ""
 
 
 class LogWriter:

@@ -45,7 +45,7 @@ def section(text: str, name: str) -> list[str]:
 def examples(text: str) -> list[list[str]]:
     """Words of each command line of ours among the examples, pipes and redirections taken apart."""
     lines = [line.strip() for line in section(text, "Examples:") if not line.startswith("      ")]
-    parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" [<>] \S+", "", line))]
+    parts = [part for line in lines for part in re.split(r" \| ", re.sub(r" (<|>>?) \S+", "", line))]
     return [shlex.split(part) for part in parts]
 
 

@@ -1,4 +1,7 @@
-"""`kvprefetchd mode`: what off and shadow do to look-ups, loads and saves of an attached engine, and the way back."""
+"""`kvprefetchd mode`: what off and shadow do to look-ups, loads and saves of an attached engine, and the way back.
+
+`kvprefetchd reload` says what came of it.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +70,26 @@ def test_an_engine_that_attaches_while_off_gets_misses(serve: Callable[..., Daem
     engine.save(values)
     stored(daemon, 2)
     assert engine.load(list(values)) == list(values.values())
+
+
+def test_a_reload_says_what_came_of_it_and_fails_where_the_daemon_took_nothing(
+    serve: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = tmp_path / "kvprefetchd.toml"
+    config.write_text("max_engines = 3\n")
+    daemon = serve(extra=("--config", str(config)))
+
+    def reload(text: str) -> tuple[int, str]:
+        config.write_text(text)
+        result = kvprefetchd("reload", "--socket", daemon.socket)
+        assert result.stderr == ""
+        return result.returncode, result.stdout.rstrip("\n")
+
+    assert reload("max_engines = 3\n") == (0, "the daemon took over: nothing, since no key differs")
+    taken = "the daemon took over: max_engines; needs a restart: fetch_threads"
+    assert reload("max_engines = 5\nfetch_threads = 3\n") == (0, taken)
+    status, said = reload("max_engine = 1\n")
+    assert status == 1
+    assert said.startswith("the daemon took over nothing: ")
+    assert said.endswith("did you mean max_engines?")
+    assert [line["key"] for line in daemon.records("config.changed")] == ["max_engines"]

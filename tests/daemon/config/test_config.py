@@ -130,11 +130,14 @@ def test_a_reload_applies_the_keys_that_may_change_and_names_the_others() -> Non
     before = DaemonConfig.model_validate({"memory": "1GiB"})
     changes = {"staging": "8GiB", "memory": "16GiB", "max_engines": 2, "log_level": "debug", "disk": "/var/x"}
     with capture_logs() as lines:
-        after = reloaded(before, lambda: DaemonConfig.model_validate(changes), structlog.get_logger())
+        after, report = reloaded(before, lambda: DaemonConfig.model_validate(changes), structlog.get_logger())
     threshold.set("info")
+    taken, _, restart = report.text.partition("; needs a restart: ")
+    assert (report.ok, set(restart.split(", "))) == (True, {"memory", "disk"})
+    assert set(taken.removeprefix("the daemon took over: ").split(", ")) == {"staging", "max_engines", "log_level"}
     assert (after.staging, after.max_engines, after.log_level) == (8 << 30, 2, "debug")
     assert (after.memory, after.disk) == (1 << 30, None)
-    assert {line["key"]: (line["event"], line["before"], line["after"]) for line in lines} == {
+    assert {line["key"]: (line["event"], line["before"], line["after"]) for line in lines[1:]} == {
         "staging": ("config.changed", "1GiB", "8GiB"),
         "max_engines": ("config.changed", "16", "2"),
         "log_level": ("config.changed", "info", "debug"),
@@ -152,6 +155,7 @@ def test_each_change_of_a_reload_is_seen_whatever_the_level(before: Any, after: 
     threshold.set(before)
     try:
         reloaded(DaemonConfig(log_level=before), lambda: DaemonConfig(log_level=after, chunk=8192), log)
+        assert seen.entries.pop(0)["event"] == "config.read"
         assert {line["key"] for line in seen.entries} == {"chunk"} | ({"log_level"} if before != after else set())
         seen.entries.clear()
         for level in LEVELS:

@@ -14,7 +14,7 @@ import pytest
 
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.control.connections import MAX_STRANGERS
-from kvprefetch.shmring.wire.admin import Announce, Caller, EngineQuery, Outcome, StatusQuery
+from kvprefetch.shmring.wire.admin import Announce, Caller, EngineQuery, Outcome, Report, StatusQuery
 from kvprefetch.shmring.wire.attach import Mapped, Refused, Reset
 from kvprefetch.shmring.wire.codec import Message, encode_message, send_message
 from tests.daemon.control.test_server import Served, SlowEpochs
@@ -160,7 +160,8 @@ def test_connections_of_users_who_may_not_attach_are_bounded() -> None:
         settings = {"socket_mode": "0666"}
         served = Served(Path(folder, "d.sock"), SlowEpochs(), **settings)
         os.chown(served.path, -1, other + 1)  # a group that the connections do not have
-        served.control.reload(DaemonConfig.model_validate({"socket": str(served.path), **settings}))
+        config = DaemonConfig.model_validate({"socket": str(served.path), **settings})
+        served.control.reload(config, Report(ok=True, text=""))
         for _ in range(MAX_STRANGERS + 20):
             made.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             with effective_user(other):

@@ -22,6 +22,7 @@ from kvprefetch.daemon.control.refusals import Refusals
 from kvprefetch.daemon.control.server import Control
 from kvprefetch.daemon.engine.reservations import Reserved
 from kvprefetch.daemon.store.errors import StoreError
+from kvprefetch.shmring.wire.admin import Report
 from kvprefetch.shmring.wire.attach import Notice, Refused
 from kvprefetch.shmring.wire.codec import receive_message
 from tests.support.fake_engine import FakeEngine, answer
@@ -116,7 +117,8 @@ def test_an_engine_whose_user_may_attach_no_more_when_its_memory_comes_gets_none
             peers = engine.greet_all()
         served.turn()
         os.chown(served.path, -1, other + 1)  # a group that the engine's processes do not have
-        served.control.reload(DaemonConfig.model_validate({"socket": str(served.path), "socket_mode": "0666"}))
+        config = DaemonConfig.model_validate({"socket": str(served.path), "socket_mode": "0666"})
+        served.control.reload(config, Report(ok=True, text=""))
         epochs.done = [Reserved(epochs.wanted[0], memory)]  # type: ignore[arg-type]
         served.turn()
         for sock in peers:

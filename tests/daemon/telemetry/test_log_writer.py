@@ -6,10 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,65 @@ def test_a_daemon_whose_standard_error_nobody_reads_starts_serves_and_stops(
         process.kill()
         process.wait()
         os.close(filler)
+
+
+def renamed(log: Path, pid: int, count: int) -> None:
+    log.rename(log.with_name(f"log.{count}"))
+    os.kill(pid, signal.SIGHUP)
+
+
+def rotated(log: Path, pid: int, count: int) -> None:
+    """Let logrotate do it, by the file that install-unit writes, but for its user and the way to this daemon."""
+    if shutil.which("logrotate") is None:
+        pytest.skip("logrotate is not installed")
+    text = (Path(__file__).parents[3] / "systemd/kvprefetchd.logrotate").read_text()
+    for before, after in (
+        ("/var/log/kvprefetch/*.log", str(log)),
+        ("    su kvprefetch kvprefetch\n", ""),
+        (" kvprefetch kvprefetch\n", "\n"),
+        ("systemctl reload kvprefetchd.service", f"kill -HUP {pid}"),
+        ("    delaycompress\n", "    start 9\n    delaycompress\n"),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    rules = log.with_name("rules")
+    rules.write_text(text)
+    rules.chmod(0o644)
+    command = ["logrotate", "--force", "--state", str(log.with_name("state")), str(rules)]
+    subprocess.run(command, check=True, timeout=30)
+    log.with_name("log.9").rename(log.with_name(f"log.{count}"))
+
+
+@pytest.mark.store
+@pytest.mark.parametrize("rotate", [renamed, rotated])
+def test_a_rotation_loses_and_tears_no_line(tmp_path: Path, rotate: Callable[[Path, int, int], None]) -> None:
+    """By a rename and SIGHUP, while requests end; standard error is in the same file. What cannot be opened is said."""
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        process = serve(tmp_path, file.fileno(), file.fileno())
+    try:
+        engine = FakeEngine(tmp_path / "s")
+        for i in range(200):
+            assert engine.load(list(blocks("rotated", 1)), name=f"r{i}") is None
+            if i % 50 == 25:
+                rotate(log, process.pid, i // 50)
+        engine.close()
+        eventually(lambda: "config.read" in log.read_text(), what="the last file's first line")
+        assert ask_daemon(tmp_path / "s").log == str(log)
+        log.rename(tmp_path / "log.4")
+        log.mkdir()
+        os.kill(process.pid, signal.SIGHUP)
+        eventually(lambda: "log.kept" in (tmp_path / "log.4").read_text(), what="the reason")
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    texts = [(tmp_path / f"log.{number}").read_text() for number in range(5)]
+    assert all(text.endswith("\n") for text in texts)
+    records = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+    assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(200)]
+    assert [each["event"] for each in records][-1] == "daemon.stopped"
 
 
 @pytest.mark.store

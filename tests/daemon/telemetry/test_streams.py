@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,34 @@ def test_a_file_that_is_cut_goes_on_at_its_beginning(tmp_path: Path, mode: str) 
         os.truncate(path, 0)
         process.communicate("\n", timeout=20)
     assert path.read_bytes() == b"after\n"
+
+
+def test_a_rotated_file_gets_no_further_line_and_no_line_is_torn(tmp_path: Path) -> None:
+    """Lines longer than a pipe takes at once, while the file is renamed again and again."""
+    path = tmp_path / "log"
+    script = """
+        import signal
+        from kvprefetch.daemon.telemetry.streams import LogWriter, open_again
+        signal.signal(signal.SIGHUP, lambda *_: open_again())
+        never_wait(1)
+        writer = LogWriter(1)
+        for i in range(400):
+            writer.write(f"{i:04} " + "x" * (i * 37 % 9000))
+            time.sleep(0.002)
+        writer.drain(20)
+    """
+    with path.open("ab") as file, run(script, file.fileno()) as process:
+        for i in range(20):
+            eventually(lambda: path.exists() and path.stat().st_size, what="the first lines of the new file")
+            path.rename(tmp_path / f"{i:02}")
+            process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 0
+    files = [*sorted(tmp_path.glob("[0-9][0-9]")), path]
+    assert len(files) == 21
+    texts = [file.read_text() for file in files]
+    assert all(text.endswith("\n") for text in texts)
+    lines = "".join(texts).splitlines()
+    assert lines == [f"{i:04} " + "x" * (i * 37 % 9000) for i in range(400)]
 
 
 @pytest.fixture
