@@ -83,10 +83,14 @@ MODE = SocketPage(
 
 RELOAD = SocketPage(
     "let a running daemon read its configuration again",
-    details="As `systemctl reload kvprefetchd` and SIGHUP do. The daemon's log says what changed "
-    "(`config.changed`), what needs a restart (`config.kept`), and what is bad (`config.invalid`).",
+    details="As `systemctl reload kvprefetchd` and SIGHUP do; they also open the log's file again, after a rotation. "
+    "The answer and the daemon's log say what changed, what needs a restart, or what is bad.",
     examples=(("kvprefetchd reload", "after an edit, and after check-config --config FILE"),),
-    exits={0: "the daemon reads it", 69: "no daemon answers, or it is another user's"},
+    exits={
+        0: "the daemon took over what may change",
+        1: "it took over nothing: the line says why",
+        69: "no daemon answers, or it is another user's",
+    },
     also="kvprefetchd check-config; docs/reference/configuration.md says which keys a reload changes",
 )
 

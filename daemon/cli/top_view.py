@@ -23,7 +23,6 @@ from rich.text import Text
 from ...client.control import Unavailable, look
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
-from ..telemetry.pretty import printable
 
 LEGEND = (
     "q quit   h this legend   s sort by the next column   r the other way round   / show what contains … (Enter, Esc)",
@@ -143,8 +142,10 @@ def _keys() -> Iterator[Callable[[float], str]]:
 def frame(status: Status, rates: overview.Rates, view: View = View()) -> RenderableType:
     """Return headline, rates, a table of engines, and a table of the slowest requests."""
     parts: list[RenderableType] = [
-        Text(overview.headline(status), style="" if status.store_open else "red"),
-        *(Text(printable(line), style="red") for line in status.problems),
+        *(
+            Text(line, style="" if status.ready and line == overview.headline(status) else "red")
+            for line in overview.heading(status)
+        ),
         *map(Text, overview.traffic(status, rates)),
         Text(view.line(), style="dim"),
         *(Text(line, style="dim") for line in LEGEND if view.legend),

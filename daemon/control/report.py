@@ -15,12 +15,14 @@ from ...shmring.wire.records import PROTOCOL, FlagState
 from ..engine.epoch import Epoch
 from ..telemetry.events import Ending
 from ..telemetry.health import judge
+from ..telemetry.logs import place
 from ..telemetry.overview import as_status
 from ..telemetry.snapshot import Snapshot
 from .epochs import Shared
 from .refusals import LISTED
 
 MAX_ENGINES = 32  # in one answer, which must fit a control message
+MAX_PLACE = 1024  # characters of the log's path
 SLOWEST = 10
 SLOWEST_NS = 300_000_000_000
 _NONE: dict[str, int | str] = {}
@@ -36,6 +38,7 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
         "pid": epoch.engine.pid,
         "uid": epoch.engine.uid,
         "mode": epoch.mode,
+        "settings": epoch.engine.scheduler.settings,
         "age_s": (now_ns - epoch.since_ns) // 1_000_000_000,
         "epoch": epoch.number,
         "block_bytes": epoch.memory.block_bytes,
@@ -48,7 +51,7 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
 def at_start(snapshot: Snapshot) -> dict[str, Any]:
     """Return what the daemon shows of itself before it serves."""
     said = {"version": __version__, "protocol": PROTOCOL, "pid": os.getpid()}
-    return said | {"phase": snapshot.phase, "started_ns": snapshot.started_ns}
+    return said | {"phase": snapshot.phase, "started_ns": snapshot.started_ns, "log": place()[:MAX_PLACE]}
 
 
 def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None, now_ns: int) -> dict[str, Any]:

@@ -104,12 +104,18 @@ def row(engine: Numbers) -> list[str]:
     ]
 
 
+def heading(status: Status) -> list[str]:
+    """Return the lines that come first: what is wrong before all else, unless the daemon is ready with it."""
+    state, problems = [headline(status)], [*map(printable, status.problems)]
+    return [*state, *problems] if status.ready else [*problems, *state]
+
+
 def headline(status: Status) -> str:
     store = "open" if status.store_open else "NOT open: everything is a miss"
     if status.store_open and not status.store_answering:
         store = "does NOT answer: new requests are misses"
     calls = ", ".join(f"{kind} {number(age_s)} s" for kind, age_s in sorted(status.calls.items()))
-    return (
+    return ("" if status.alive else "it showed last: ") + (
         f"kvprefetchd {status.version}, protocol {status.protocol or '?'}, pid {status.pid}, "
         f"up {duration(status.uptime_s)}; mode {status.mode}; store {store}; store calls in flight: {calls or 'none'}"
     )
@@ -197,12 +203,12 @@ def held(status: Status) -> list[str]:
 
 
 def names(status: Status) -> list[str]:
-    """Return a line for each engine: its model, process, user, age, mode and namespace."""
+    """Return a line for each engine: its model, process, user, age, mode, settings and namespace."""
     return [
         printable(
             f"{engine.get('engine', '?')}: {engine.get('model', '?')}, pid {engine.get('pid', '?')}, user "
-            f"{_user(count(engine, 'uid'))}, for {duration(count(engine, 'age_s'))}, {engine.get('mode', '?')}; stores "
-            f"under {engine.get('namespace', '?')}"
+            f"{_user(count(engine, 'uid'))}, for {duration(count(engine, 'age_s'))}, {engine.get('mode', '?')}; "
+            f"{engine.get('settings') or 'settings not told'}; stores under {engine.get('namespace', '?')}"
         )
         for engine in status.engines
     ]
@@ -237,7 +243,9 @@ def pace(rates: Rates) -> str:
 
 def describe(status: Status, rates: Rates | None = None) -> list[str]:
     """Return the whole answer as lines of text, with `rates` after an earlier answer."""
-    lines = [headline(status), *map(printable, status.problems), *traffic(status, rates)]
+    lines = [*heading(status), *traffic(status, rates)]
+    if status.log:
+        lines.append(printable(f"log: {status.log}"))
     if status.engines:
         lines += ["", *aligned([list(COLUMNS), *map(row, status.engines)])]
     elif not status.engine_count:

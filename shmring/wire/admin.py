@@ -52,6 +52,7 @@ class Status(Packet):
     pid: int
     mode: str = "on"
     master_http: str = ""  # host:port of the embedded master's HTTP interface
+    log: str = ""  # where its log goes: a file's path, "journal", or another word
     ready: bool = True  # as /readyz says
     healthy: bool = True  # as /healthz says
     alive: bool = True  # its process runs

@@ -24,6 +24,7 @@ from kvprefetch.daemon.control.refusals import LISTED, MAX_TEXT
 from kvprefetch.daemon.telemetry import overview
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.admin import MAX_NAMESPACE_BYTES, Status
+from kvprefetch.shmring.wire.attach import MAX_SETTINGS
 from kvprefetch.shmring.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvprefetch.shmring.wire.records import Outcome
 from tests.daemon.stores import blocks
@@ -122,6 +123,14 @@ def test_a_frame_says_what_is_wrong_as_the_description_does() -> None:
     assert [line.rstrip() for line in shown(now, 400) if line.rstrip() in said] == said
 
 
+def test_what_is_wrong_comes_first_where_no_engine_can_count_on_the_daemon() -> None:
+    dead = status(alive=False, ready=False, problems=["the daemon is gone"], log="/var/log/kv.log")
+    said = ["the daemon is gone", f"it showed last: {overview.headline(status())}", "log: /var/log/kv.log"]
+    assert [line for line in overview.describe(dead) if line in said] == said == overview.describe(dead)[:3]
+    assert [line.rstrip() for line in shown(dead, 400)[:2]] == said[:2]
+    assert overview.describe(status(problems=["no disk"]))[1] == "no disk"
+
+
 def test_the_store_s_rates_and_the_causes_are_shown() -> None:
     now = status(
         rates={"memory": {"now": 1.2 * MIB, "5m": 1.2 * MIB, "hour": 96 * MIB}, "save": {"now": 5 * MIB}},
@@ -184,10 +193,12 @@ def test_status_of_another_release_is_understood() -> None:
 
 def test_an_answer_with_many_engines_fits_a_message() -> None:
     counters = {f"counter_{i}": 10**12 for i in range(20)}
-    worst = engine(engine="x" * 256, namespace="x" * MAX_NAMESPACE_BYTES, **counters)
+    worst = engine(engine="x" * 256, namespace="x" * MAX_NAMESPACE_BYTES, settings="x" * MAX_SETTINGS, **counters)
     longest = slow("r" * 512, "x" * 256, "engine_corrupt", 1e6, fetched_bytes=10**12)
     refused = [{"engine": "x" * MAX_TEXT, "uid": 10**9, "pid": 10**9, "error": "x" * MAX_TEXT, "tries": 10**9}] * LISTED
-    message = status(*([worst] * report.MAX_ENGINES), slowest=[longest] * report.SLOWEST, refused=refused)
+    message = status(
+        *([worst] * report.MAX_ENGINES), slowest=[longest] * report.SLOWEST, refused=refused, log="x" * report.MAX_PLACE
+    )
     assert len(encode_message(message)) <= MAX_MESSAGE_BYTES
 
 

@@ -174,9 +174,12 @@ def test_a_killed_daemon_is_described_and_its_successor_takes_the_name(serve: Se
     engine.close()
     seen = kvprefetchd("status", *at)
     assert seen.returncode == 69
-    assert f"the daemon is gone: pid {pid}, last beat 20" in seen.stdout
-    assert " UTC, 1 engine\n" in seen.stdout
-    assert kvprefetchd("top", "--once", "--interval", "0.1", *at).returncode == 69
+    assert seen.stdout.startswith(f"the daemon is gone: pid {pid}, last beat 20")
+    assert seen.stdout.splitlines()[0].endswith(" UTC, 1 engine")
+    assert seen.stdout.splitlines()[1].startswith("it showed last: kvprefetchd ")
+    assert "\nlog: a pipe\n" in seen.stdout
+    top = kvprefetchd("top", "--once", "--interval", "0.1", *at)
+    assert (top.returncode, top.stdout.splitlines()[0]) == (69, seen.stdout.splitlines()[0])
     gone = kvprefetchd("health", *at)
     assert (gone.returncode, gone.stdout.startswith("not ready: ")) == (1, True)
     assert "the daemon is gone" in gone.stdout
