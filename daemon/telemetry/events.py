@@ -45,9 +45,9 @@ COMMON = ("ts", "level", "event", "run_id", "engine", "epoch", "suppressed")
 _NAMES = {
     "debug": "peer.lost fetch.done copy.done store.retried master.retried master.said",
     "info": "daemon.ready daemon.idle daemon.stopping daemon.stopped config.read config.changed mode.switched"
-    " peer.hello engine.attached engine.reset engine.detached request.done announcement.done device.ready save.done owner.back"
-    " memory.freed name.back store.opened store.joined store.recovered store.closed disk.recovered master.started"
-    " master.stopped",
+    " peer.hello engine.attached engine.reset engine.detached request.done announcement.done device.ready save.done"
+    " owner.back memory.freed name.back store.opened store.joined store.recovered store.closed disk.recovered"
+    " master.started master.stopped",
     "warning": "config.kept cores.few memory.short memory.held log.lost log.kept name.missing picture.hidden"
     " peer.refused peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad"
     " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
