@@ -39,8 +39,7 @@ def generated(days: dict[str, list[dict[str, Any]]]) -> str:
     results = newest(days)
     if not results:
         return "No run of `make bench` has been published yet.\n"
-    lines = [line for day, result in results for line in page.section(result, f"benchmarks/{day}")]
-    return "\n".join([*page.overview([result for _, result in results]), "", *lines])
+    return "\n".join([*page.overview(results), ""])
 
 
 def replaced(text: str, part: str, begin: str = BEGIN) -> str:
@@ -57,7 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.show:
         results = [json.loads(path.read_text()) for path in options.show]
-        print("\n".join(line for result in results for line in page.section(result, ".")))
         print("\n".join(page.details(results, results[0]["begun"][:10])))
         return 0
     days = published(PUBLISHED)

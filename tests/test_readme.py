@@ -88,7 +88,7 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
 
 def test_the_first_table_has_the_published_figures() -> None:
     """README's rows are the least and greatest mean of all sweeps of docs/BENCHMARKS.md, and the mean of each trace."""
-    row = r"^\| \[(\w+)\]\(#.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
+    row = r"^\| \[(\w+)\]\(benchmarks/.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
     text = (ROOT / "docs/BENCHMARKS.md").read_text()
     means = {name: both for name, *both in re.findall(row, text, re.MULTILINE)}
     traces = [tuple(means.pop(name)) for name in ("agents", "conversation")]

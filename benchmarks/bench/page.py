@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.bench.figures import FIGURES, Figure, point_figures
@@ -98,18 +97,22 @@ def reading(result: Result) -> list[str]:
     return lines
 
 
-def overview(results: Sequence[Result]) -> list[str]:
-    """A row for each piece: ours over the ideal and max(W, F), and against the variants that most pieces have."""
+def overview(results: Iterable[tuple[str, Result]]) -> list[str]:
+    """A row for each piece, with its day: ours over the ideal, max(W, F) and other variants."""
     others = ("upstream-async", ON_DEMAND)
     lines = heading("piece", "points", "the ideal's mean", "max(W, F)", *others)
-    for result in results:
-        mine = _mine(result)
-        if mine is None or _comes_behind(result):
+    hidden = []
+    for day, result in results:
+        link = f"[{result['piece']}](benchmarks/{day}/README.md#{result['piece']})"
+        if _comes_behind(result):
+            hidden += ["", f"{link}:", "", *_hidden_reading(result)]
             continue
-        spans = [f"{span(ratios)} ×" if (ratios := _ratios(result, mine, base)) else "" for base in (LOCAL, LEAST)]
-        peers = [over_points(ratios) if (ratios := _ratios(result, mine, other)) else "" for other in others]
-        lines.append(row(f"[{result['piece']}](#{anchor(title(result))})", f"{len(result['points'])}", *spans, *peers))
-    return lines
+        mine = _mine(result)
+        ratios = {base: _ratios(result, mine, base) if mine else [] for base in (LOCAL, LEAST, *others)}
+        spans = [f"{span(ratios[base])} ×" if ratios[base] else "" for base in (LOCAL, LEAST)]
+        peers = [over_points(ratios[other]) if ratios[other] else "" for other in others]
+        lines.append(row(link, f"{len(result['points'])}", *spans, *peers))
+    return lines + hidden
 
 
 def over_points(ratios: Sequence[float], of: str = "") -> str:
@@ -181,29 +184,11 @@ def provenance(result: Result) -> list[str]:
     return lines
 
 
-def title(result: Result) -> str:
-    return f"{result['piece']}: {result['question'][0].lower()}{result['question'][1:]}"
-
-
-def anchor(heading: str) -> str:
-    """A heading's name in links."""
-    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
-
-
-def section(result: Result, folder: str) -> list[str]:
-    """A piece on the page; `folder`: where the page finds its picture and its JSON. The picture shows the means."""
+def section(result: Result) -> list[str]:
+    """The beginning of a piece on its day's page: its question, the picture of its means, and what they say."""
     name = result["piece"]
-    return [
-        f"### {title(result)}",
-        "",
-        f"![Chart of {name}]({folder}/{name}.svg)",
-        "",
-        # The overview has the rest.
-        *(line for line in reading(result) if " against " in line or _comes_behind(result)),
-        "",
-        f"[All figures]({folder}/README.md#{name}), [raw]({folder}/{name}.json).",
-        "",
-    ]
+    picture = f"![Chart of {name}]({name}.svg)"
+    return [f"## {name}", "", result["question"], "", picture, "", *reading(result), "", f"[Raw]({name}.json).", ""]
 
 
 def details(results: Sequence[Result], date: str) -> list[str]:
@@ -215,7 +200,7 @@ def details(results: Sequence[Result], date: str) -> list[str]:
         "",
     ]
     for result in results:
-        lines += [f"## {result['piece']}", "", *[line for part in provenance(result) for line in (part, "")]]
+        lines += [*section(result), *[line for part in provenance(result) for line in (part, "")]]
         lines += [] if _comes_behind(result) else [*means(result), ""]
         columns = [
             name

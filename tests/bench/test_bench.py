@@ -52,4 +52,4 @@ def test_a_piece_runs_and_its_page_can_be_made(tmp_path: Path, far: str) -> None
                 assert sum(each["daemon"]["fetched_bytes"]) == loaded
             if far == "link" and each["variant"] in ("upstream-async", "kvprefetch-wait"):
                 assert each["link_bytes"] >= loaded
-    assert "kvprefetch-wait against upstream-async" in "\n".join(page.section(result, ".")) or far == "disk"
+    assert "kvprefetch-wait against upstream-async" in "\n".join(page.section(result)) or far == "disk"

@@ -103,9 +103,9 @@ def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
         (tmp_path / day).mkdir(exist_ok=True)
         (tmp_path / day / f"{name}.json").write_text(json.dumps(result(name, local=(0.1,))))
     text = report.generated(report.published(tmp_path))
-    assert re.findall(r"^### (\w+)", text, re.MULTILINE) == ["hide", "open", "x", "y", "z"]
-    assert "benchmarks/2026-01-02/open.svg" in text
-    assert "benchmarks/2026-01-01/open.svg" not in text
+    assert re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE) == ["hide", "open", "x", "y", "z"]
+    assert "benchmarks/2026-01-02/README.md#open" in text
+    assert "benchmarks/2026-01-01/README.md#open" not in text
 
 
 def test_another_figure_is_another_digest() -> None:
