@@ -28,7 +28,6 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
             "prometheus_client",
             "rich",
             "numpy",
-            "opentelemetry",
             "pydantic",
             "pydantic_core",
             "tomli",
@@ -51,7 +50,6 @@ ALSO = {
 # Packages with a border of their own: only these files may import them, whatever the folder allows.
 BORDERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("daemon/store/joining.py",),
-    "opentelemetry": ("daemon/telemetry/otlp.py",),
     "rich": ("daemon/cli/top_view.py",),
     "click": ("daemon/cli/*",),
     "waitress": ("daemon/door/__main__.py", "daemon/telemetry/web.py"),

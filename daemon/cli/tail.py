@@ -35,13 +35,11 @@ TAIL = HelpPage(
         ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
         ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
         ("kvprefetchd tail --journal --level warning -n 50", "recent trouble, under systemd"),
-        ("kvprefetchd tail -f kvprefetchd.log --otlp", "requests as spans of traces"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
     arguments=FILE,
-    environment=NO_COLOR
-    | {"OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_…": "OpenTelemetry's own: endpoint, headers, service name, attributes, …"},
+    environment=NO_COLOR,
     also="kvprefetchd explain; docs/EVENTS.md has every event and field",
 )
 EXPLAIN = HelpPage(
@@ -92,14 +90,6 @@ def add(commands: Group) -> None:
         option("--level", type=click.Choice(LEVELS), help="only this level and above"),
         option("--slow", metavar="MS", type=Real(min=0), help=at_least),
         flag("--json", "print the lines as JSON, as they were written"),
-        option(
-            "--otlp",
-            metavar="[URL]",
-            is_flag=False,
-            flag_value="",
-            help="print nothing, but send requests as OpenTelemetry spans to this OTLP/HTTP receiver, or to that of "
-            "$OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318); needs the extra kvprefetch[otel]",
-        ),
     )
     request = click.Argument(["request"], metavar="REQUEST_ID")
     declare(
@@ -151,35 +141,7 @@ def lines(arguments: Arguments, *, following: bool = False, last: int | None = N
             raise Unavailable(f"the log cannot be read: {error.strerror or error}: {where!r}") from None
 
 
-def run_otlp(arguments: Arguments) -> int:
-    """Send the requests of the log that the filters let through. Raises Unavailable where nobody takes them."""
-    if arguments.otlp and "://" not in arguments.otlp:
-        text = "should be a URL, such as http://localhost:4318/v1/traces; name FILE before it"
-        raise ConfigError(f"command line: --otlp: {text}: otlp={arguments.otlp!r}")
-    try:
-        from ..telemetry.otlp import Exporter, ExportError
-    except ImportError as error:
-        raise Unavailable(f"--otlp needs OpenTelemetry: pip install 'kvprefetch[otel]': {error}") from None
-    exporter = Exporter(arguments.otlp)
-    try:
-        with contextlib.suppress(KeyboardInterrupt), to_the_end(arguments):
-            for record in reader.records(lines(arguments, following=arguments.follow, last=arguments.lines)):
-                if record["event"] == "request.done" and wanted(record, arguments):
-                    exporter.add(record)
-                    if arguments.follow or arguments.file in (None, "-"):
-                        exporter.send()
-        exporter.send()
-    except ExportError as error:
-        raise Unavailable(str(error)) from None
-    finally:
-        exporter.close()
-    print(f"requests sent: {exporter.requests}")
-    return 0
-
-
 def run_tail(arguments: Arguments) -> int:
-    if arguments.otlp is not None:
-        return run_otlp(arguments)
     filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow)
     everything = not any(each is not None and each != () for each in filters)
     for name in arguments.event:

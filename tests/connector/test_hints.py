@@ -6,8 +6,9 @@ import pytest
 
 from kvprefetch.connector import claims, hints
 from kvprefetch.connector.claims import MAX_LATE_HINTS
+from kvprefetch.connector.hints import trace_of
 from kvprefetch.shmring.layout import Line
-from kvprefetch.shmring.wire.records import FlagState
+from kvprefetch.shmring.wire.records import NO_TRACE, FlagState
 
 from .fakes import BLOCK, Engine
 
@@ -159,3 +160,22 @@ def test_hints_that_found_no_room_cost_a_step_little(monkeypatch: pytest.MonkeyP
         engine.step()
         sent.append(engine.side.counters["hints_resent"])
     assert sent == [2, 4, 5]
+
+
+TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (f"00-{TRACE_ID}-{PARENT_ID}-01", bytes.fromhex(TRACE_ID + PARENT_ID)),
+        (f"01-{TRACE_ID}-{PARENT_ID}-03-more", bytes.fromhex(TRACE_ID + PARENT_ID)),
+        (f"00-{TRACE_ID}-{PARENT_ID}-00", NO_TRACE),  # not sampled
+        (f"00-{TRACE_ID}", NO_TRACE),
+        ("x", NO_TRACE),
+        ("", NO_TRACE),
+    ],
+)
+def test_the_trace_of_a_request_comes_from_its_headers(header: str, expected: bytes) -> None:
+    assert trace_of({"traceparent": header}) == expected
+    assert trace_of({"tracestate": header}) == NO_TRACE
