@@ -1,0 +1,120 @@
+"""Engines of the bed: in a process with its scheduler (`spec`), or served (`async_engine`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.lab import process
+from tests.lab.bed import layouts
+from tests.lab.bed.settings import Settings
+from tests.lab.bed.timeline import Preset
+from tests.lab.engine import Engine, EngineSpec
+from tests.lab.template import Template
+
+CHECKPOINTS = process.REPO / "build" / "checkpoints" / "bed"
+
+
+def spec(
+    *,
+    layout: str = "full",
+    connector: dict[str, Any] | None = None,
+    scheduling: str = "async",
+    runner: str = "v2",
+    preset: Preset | None = None,
+    every_step: bool = True,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    model: Path | None = None,
+    extra: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    **changes: Any,
+) -> EngineSpec:
+    """Return how to build an engine whose worker is the bed's; `changes` are more fields of EngineSpec.
+
+    `scheduling`: async or sync; `runner`: v2 or v1; `preset`: of the timeline, without which steps take no time.
+    """
+    ranks = tensor_parallel * pipeline_parallel
+    executor = "RanksExecutor" if ranks > 1 else "Executor"
+    return EngineSpec(
+        model=layouts.MODELS[layout](CHECKPOINTS) if model is None else model,
+        kv_transfer=connector,
+        tensor_parallel_size=tensor_parallel,
+        prepare="tests.lab.bed.worker:install",
+        extra={
+            "worker_cls": "tests.lab.bed.worker.Worker",
+            "distributed_executor_backend": f"tests.lab.bed.worker.{executor}",
+            "async_scheduling": scheduling == "async",
+            "pipeline_parallel_size": pipeline_parallel,
+            **(extra or {}),
+        },
+        env={
+            **Settings(preset, every_step).variable(),
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+            **(env or {}),
+        },
+        **changes,
+    )
+
+
+@contextlib.contextmanager
+def engine(*, template: Template | None = None, **options: Any) -> Iterator[Engine]:
+    """Start an engine with its scheduler in a process of its own; `options`: of `spec`."""
+    with Engine(spec(**options), template=template) as started:
+        yield started
+
+
+def report(engine: Engine, *, reset: bool = False) -> list[dict[str, Any]]:
+    """Return what each rank counted and found wrong (`Worker.bed_report`)."""
+    found: list[dict[str, Any]] = engine.call("tests.lab.bed.worker:report", reset)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def async_engine(**options: Any) -> AsyncIterator[Any]:
+    """Start vLLM's AsyncLLM in this process, its engine core in another; `options`: of `spec`.
+
+    Its `collective_rpc("bed_report")` returns what each rank counted and found.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from tests.lab.bed import worker
+
+    found = spec(**options)
+    arguments = found.engine_args()
+    arguments["distributed_executor_backend"] = getattr(
+        worker, arguments["distributed_executor_backend"].rpartition(".")[2]
+    )
+    if found.kv_transfer is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**found.kv_transfer)
+    rpc = tempfile.mkdtemp(prefix="kvl-")
+    with _environment({**found.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}):
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's default; CPU engines would import all anew
+        started = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        try:
+            yield started
+        finally:
+            started.shutdown()
+            shutil.rmtree(rpc, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
