@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
 import sys
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ...client.control import Unavailable
+from ...client.control import Unavailable, find_socket, look
 from ...client.explain import explain
 from ...shmring.wire.checks import nearest
 from ..config.model import ConfigError
@@ -25,7 +30,11 @@ from .common import NO_COLOR, Arguments, Real, declare, flag, option, show
 from .help_page import Group, HelpPage
 
 UNIT = "kvprefetchd.service"
-FILE = {"FILE": "the log, the standard output of serve; - or nothing: standard input"}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+FILE = {
+    "FILE": "the log, the standard output of serve; -: standard input; nothing: that, or on a terminal the log of the "
+    "daemon that runs here, or ran last"
+}
 TAIL = HelpPage(
     "print the log as readable lines",
     details="Times are UTC. Lines of other programs are printed unchanged, unless you give a filter or --json. After "
@@ -34,7 +43,8 @@ TAIL = HelpPage(
         ("kvprefetchd tail kvprefetchd.log", "all of it"),
         ("kvprefetchd serve | kvprefetchd tail", "a daemon's log as it comes"),
         ("kvprefetchd tail -f --event 'request.*' --slow 20 kvprefetchd.log", "requests that waited 20 ms or more"),
-        ("kvprefetchd tail --journal --level warning -n 50", "recent trouble, under systemd"),
+        ("kvprefetchd tail --journal --level warning -n 50", "the last 50 troubles, under systemd"),
+        ("kvprefetchd tail --since 10m --level warning", "trouble of ten minutes, of the daemon that runs here"),
         ("kvprefetchd tail --json --engine 3f2a kvprefetchd.log > engine.jsonl", "one engine's lines, for a program"),
     ),
     exits={0: "read to its end, or interrupted", 69: "the log cannot be read, or the journal has nothing of the unit"},
@@ -56,6 +66,22 @@ EXPLAIN = HelpPage(
     arguments={"REQUEST_ID": "its id, or a part of it that no other request has"} | FILE,
     also="kvprefetchd tail; docs/EVENTS.md has the fields of the line",
 )
+
+
+class Moment(click.ParamType):
+    """A time, as `ts` of the log has it: so long ago, or in UTC."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            if ago := re.fullmatch(r"(\d{1,9})([smhd])", value):
+                at = datetime.now(timezone.utc) - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]])
+            else:
+                at = datetime.fromisoformat(value.removesuffix("Z")).replace(tzinfo=timezone.utc)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is neither 10m (s, m, h or d ago) nor 2026-01-31T03:10 (UTC).", param, ctx)
+        return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def add(commands: Group) -> None:
@@ -82,8 +108,12 @@ def add(commands: Group) -> None:
             "--lines",
             metavar="COUNT",
             type=click.IntRange(min=0),
-            help="begin with the last COUNT lines (default: all; 10 with -f)",
+            help="begin with the last COUNT lines that the filters let through (default: all; 10 with -f)",
         ),
+        option(
+            "--since", metavar="TIME", type=Moment(), help="only lines since then: 10m, 2h, or UTC as 2026-01-31T03:10"
+        ),
+        option("--until", metavar="TIME", type=Moment(), help="only lines until then"),
         option("--event", metavar="NAME", multiple=True, help="only this event; * as in request.*; repeatable"),
         option("--request", metavar="ID", help="only requests with this in their id"),
         option("--engine", metavar="ID", help="only this engine: its id or the start of it"),
@@ -110,56 +140,93 @@ def log_source_name(arguments: Arguments) -> str:
     return "standard input" if arguments.file in (None, "-") else str(arguments.file)
 
 
-def lines(arguments: Arguments, *, following: bool = False, last: int | None = None) -> Generator[bytes, None, None]:
-    """Yield the chosen log's lines, from the `last` ones on; with `following` they do not end.
+def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes | None, None, None]:
+    """Yield the chosen log's lines; with `following` None after those that were there, and then what comes.
 
     Raises ConfigError when the user named no log, and Unavailable when nobody can read it, or a journal has none.
     """
-    name = str(arguments.file or "-")
     if arguments.journal is not None and arguments.file is not None:
-        raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={name!r}")
-    if arguments.journal is None and name == "-" and sys.stdin.isatty():
-        raise ConfigError("command line: nothing to read: name a FILE, pipe a log in, or give --journal")
+        raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={arguments.file!r}")
+    if arguments.journal is None and arguments.file in (None, "-") and sys.stdin.isatty():
+        find(arguments)
+    name, since = arguments.file or "-", getattr(arguments, "since", None)
     with contextlib.ExitStack() as opened:
         try:
             if arguments.journal is not None:
-                source = reader.journal(arguments.journal, following=following, last=last)
-                if last != 0:
-                    if (first := next(source, None)) is None:
-                        why = "it may be of another name, or not for this user to read"
-                        raise Unavailable(f"{log_source_name(arguments)} has no entries: {why}")
-                    yield first
+                since_s = datetime.fromisoformat(since[:-1] + "+00:00").timestamp() if since else 0.0
+                source = reader.journal(arguments.journal, following=following, since_s=since_s)
+                if (first := next(source, None)) is None and not since and not following:
+                    why = "it may be of another name, or not for this user to read"
+                    raise Unavailable(f"{log_source_name(arguments)} has no entries: {why}")
+                source = chain([first], source)
             elif name == "-":
-                source = reader.stream(sys.stdin.buffer)
-            elif last is None and not following:
-                source = reader.stream(opened.enter_context(Path(name).open("rb")))
+                source = chain([None] if following else [], reader.stream(sys.stdin.buffer))
+            elif following:
+                source = reader.follow(Path(name))
             else:
-                source = reader.tail(Path(name), 10 if last is None else last, following=following)
+                source = reader.stream(opened.enter_context(Path(name).open("rb")))
             yield from source
         except OSError as error:
             where = error.filename or name
             raise Unavailable(f"the log cannot be read: {error.strerror or error}: {where!r}") from None
 
 
+def find(arguments: Arguments) -> None:
+    """Fill in the log of the daemon that runs, or that ran last. Raises ConfigError where it has none."""
+    try:
+        place = look(find_socket(os.environ)).log
+    except Unavailable as error:
+        place = error.what
+    if place == reader.JOURNAL:
+        arguments.journal = UNIT
+    elif place.startswith("/"):
+        arguments.file = place
+    else:
+        raise ConfigError(
+            f"command line: nothing to read: name a FILE, pipe a log in, or give --journal: log={place!r}"
+        )
+
+
 def run_tail(arguments: Arguments) -> int:
-    filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow)
+    bounds = (arguments.since, arguments.until)
+    filters = (arguments.event, arguments.request, arguments.engine, arguments.level, arguments.slow, *bounds)
     everything = not any(each is not None and each != () for each in filters)
     for name in arguments.event:
         if not any(fnmatchcase(event, name) for event in EVENTS):
             print(f"kvprefetchd: note: no event has the name {name!r}{nearest(name, EVENTS)}", file=sys.stderr)
     colour = pretty.wants_colour(sys.stdout)
+
+    def chosen(line: bytes) -> bool:
+        if everything and not arguments.json:
+            return True
+        record = reader.parse(line)
+        return record is not None and wanted(record, arguments)
+
     with contextlib.suppress(KeyboardInterrupt), to_the_end(arguments):
-        for line in lines(arguments, following=arguments.follow, last=arguments.lines):
-            record = reader.parse(line)
-            if record is None:
-                if everything and not arguments.json:
-                    text = line.decode(errors="replace").rstrip("\r\n").expandtabs()
-                    print(pretty.printable(text), flush=arguments.follow)
-            elif wanted(record, arguments):
+        found = (line for line in lines(arguments, following=arguments.follow) if line is None or chosen(line))
+        for line in last(found, arguments):
+            if (record := reader.parse(line)) is None:
+                text = pretty.printable(line.decode(errors="replace").rstrip("\r\n").expandtabs())
+            else:
                 text = json.dumps(record) if arguments.json else pretty.line(record, colour=colour)
-                print(text, flush=arguments.follow)
+            print(text, flush=arguments.follow)
         sys.stdout.flush()
     return 0
+
+
+def last(found: Iterable[bytes | None], arguments: Arguments) -> Iterator[bytes]:
+    """Yield the last lines of those that were there, as many as are wanted, and then what comes."""
+    count = 10 if arguments.follow and arguments.lines is None else arguments.lines
+    kept = deque[bytes](maxlen=count)
+    for line in found:
+        if line is None:
+            yield from kept
+            kept, count = deque(), None
+        elif count is None:
+            yield line
+        else:
+            kept.append(line)
+    yield from kept
 
 
 @contextlib.contextmanager
@@ -181,7 +248,9 @@ def wanted(record: Record, arguments: Arguments) -> bool:
     event, level = record["event"], arguments.level
     waited_ms = pretty.figure(record, "exposed_ms") or 0.0
     return (
-        (not arguments.event or any(fnmatchcase(event, name) for name in arguments.event))
+        (arguments.since is None or record["ts"] >= arguments.since)
+        and (arguments.until is None or record["ts"] <= arguments.until)
+        and (not arguments.event or any(fnmatchcase(event, name) for name in arguments.event))
         and (arguments.request is None or arguments.request in str(record.get("request_id", "")))
         and (arguments.engine is None or str(record.get("engine", "")).startswith(arguments.engine))
         and (level is None or record.get("level") in LEVELS[LEVELS.index(level) :])
@@ -191,7 +260,7 @@ def wanted(record: Record, arguments: Arguments) -> bool:
 
 def run_explain(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt):
-        found = explain(arguments.request, lines(arguments), where=log_source_name(arguments))
+        found = explain(arguments.request, filter(None, lines(arguments)), where=log_source_name(arguments))
         if arguments.json:
             lives = [life._asdict() | {"spans": [span._asdict() for span in life.spans]} for life in found]
             show({"requests": lives})

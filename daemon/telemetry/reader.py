@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 MAX_LINE_BYTES = 1 << 20
+JOURNAL = "the journal"  # as the daemon names where its log goes
+LOOK_S = 0.2  # between looks at a file that is followed
 
 Record = dict[str, Any]
 
@@ -29,25 +34,66 @@ def stream(file: IO[bytes]) -> Generator[bytes, None, None]:
         yield line
 
 
-def tail(path: Path, last: int, *, following: bool) -> Generator[bytes, None, None]:
-    """Return the last `last` lines of a file, and with `following` what comes, across rotations, for ever: tail(1).
+def follow(path: Path) -> Generator[bytes | None, None, None]:
+    """Yield a file's lines, None where all that was there is read, and then what comes, for ever.
 
+    A file that was cut is read from its beginning; one that was renamed to its end, once the new one has a line.
     Raises OSError where the file cannot be read at first.
     """
-    path.open("rb").close()
-    command = ["tail", "-n", str(last), *(["-F"] if following else []), "--", str(path)]
-    return _said(command, subprocess.DEVNULL)  # it tells of rotations there
+    file, begun, there = path.open("rb"), b"", False
+    try:
+        while True:
+            left = _replaced(file, path)  # then what is read now is all of the one before
+            for piece in stream(file):
+                begun += piece
+                if left or begun.endswith(b"\n") or len(begun) >= MAX_LINE_BYTES:
+                    yield begun
+                    begun = b""
+            if left:
+                with contextlib.suppress(OSError):
+                    new = path.open("rb")
+                    file.close()
+                    file = new
+                continue
+            if not there:
+                yield None
+                there = True
+            time.sleep(LOOK_S)
+            if os.fstat(file.fileno()).st_size < file.tell():
+                file.seek(0)
+                begun = b""
+    finally:
+        file.close()
 
 
-def journal(unit: str, *, following: bool, last: int | None) -> Generator[bytes, None, None]:
-    """Return the messages of a systemd unit. Raises OSError at the first one when there is no journalctl."""
-    command = ["journalctl", "--quiet", "--output=cat", f"--unit={unit}"]
-    return _said([*command, f"--lines={'all' if last is None else last}", "--follow" if following else "--no-pager"])
+def _replaced(file: IO[bytes], path: Path) -> bool:
+    """Whether another file has the path, and a line: its writer has left the one before."""
+    with contextlib.suppress(OSError):
+        now = path.stat()
+        return now.st_size > 0 and not os.path.samestat(now, os.fstat(file.fileno()))
+    return False
 
 
-def _said(command: Sequence[str], errors: int | None = None) -> Generator[bytes, None, None]:
+def journal(unit: str, *, following: bool, since_s: float = 0.0) -> Generator[bytes | None, None, None]:
+    """Yield the messages of a systemd unit since a time (Unix); with `following` None, and what comes, for ever.
+
+    Raises OSError at the first one when there is no journalctl.
+    """
+    command = ["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={unit}", f"--since=@{int(since_s)}"]
+    begin = ["--lines=0"]
+    for line in _said([*command, *(["--show-cursor"] if following else [])]):
+        if line.startswith(b"-- cursor: "):
+            begin = ["--no-tail", f"--after-cursor={line[11:].decode().strip()}"]
+        else:
+            yield line
+    if following:
+        yield None
+        yield from _said([*command, "--follow", *begin])
+
+
+def _said(command: Sequence[str]) -> Generator[bytes, None, None]:
     """Yield the lines that a command prints, and end it."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             yield from stream(process.stdout)

@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 
+from .reader import JOURNAL
+
 PIECE_BYTES = 1 << 16
 LIMIT_BYTES = 4 << 20  # of lines that wait for their reader
 RETRY_S = 0.1
@@ -44,7 +46,7 @@ def never_wait(fd: int, *, ours: bool = False) -> str:
     if stat.S_ISSOCK(status.st_mode):
         if ours:
             os.set_blocking(fd, False)
-        return "the journal" if ours else "a socket"
+        return JOURNAL if ours else "a socket"
     if terminal := os.isatty(fd) or stat.S_ISFIFO(status.st_mode):
         with contextlib.suppress(OSError):
             again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

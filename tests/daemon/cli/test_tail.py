@@ -8,14 +8,16 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.telemetry import reader
+from kvprefetch.daemon.telemetry import board, reader
 from tests.support.command import COMMAND, ended_quietly, kvprefetchd, one_line
 from tests.support.waiting import eventually
 
@@ -56,6 +58,8 @@ def tail(*arguments: str, given: bytes = b"", **environ: str) -> CompletedProces
         (["--level", "warning"], ["record.bad"]),
         (["--slow", "100"], ["two"]),
         (["-n", "1"], ["record.bad"]),
+        (["-n", "1", "--event", "request.*"], ["two"]),
+        (["-n", "2", "--slow", "1"], ["one", "two"]),
         (["-n", "0"], []),
     ],
 )
@@ -63,6 +67,29 @@ def test_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: li
     assert main(["tail", str(written(tmp_path / "log", "not ours", *LOG)), "--json", *filters]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("request_id", line["event"]) for line in lines] == expected
+
+
+def at(seconds_ago: float) -> str:
+    """A time as the log has it."""
+    return datetime.fromtimestamp(time.time() - seconds_ago, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        (["--since", "10m"], ["recent", "now"]),
+        (["--since", "2h", "--until", "5m"], ["hour", "recent"]),
+        (["--until", "30m"], ["old", "hour"]),
+        (["--since", "1d", "-n", "1"], ["now"]),
+        (["--since", at(3700)[:19]], ["hour", "recent", "now"]),
+        (["--until", "2026-01-31"], ["old"]),
+    ],
+)
+def test_times(tmp_path: Path, capsys: pytest.CaptureFixture[str], filters: list[str], expected: list[str]) -> None:
+    times = {"old": "2026-01-30T23:59:59.999999Z", "hour": at(3600), "recent": at(500), "now": at(0)}
+    lines = [record(request_id=name) | {"ts": text} for name, text in times.items()]
+    assert main(["tail", str(written(tmp_path / "log", "not ours", *lines)), "--json", *filters]) == 0
+    assert [json.loads(line)["request_id"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
 def test_an_event_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -116,6 +143,7 @@ def test_standard_input_and_lines_behind_a_journal_s_priority_or_in_an_engine_s_
         (["-n", "x"], 78, ["-n", "'x'", "not a valid integer"]),
         (["--slow", "much"], 78, ["--slow", "'much'", "not a valid float"]),
         (["--slow", "nan"], 78, ["--slow", "'nan'"]),
+        (["--since", "10 minutes"], 78, ["--since", "'10 minutes'", "10m", "2026-01-31T03:10"]),
         (["log", "--journal"], 78, ["FILE='log'", "--journal"]),
     ],
 )
@@ -165,33 +193,77 @@ def test_the_last_lines_are_shown(tmp_path: Path) -> None:
     path.write_text("1\n2\n3")
     for last, lines in ((0, ""), (1, "3\n"), (2, "2\n3\n"), (9, "1\n2\n3\n")):
         assert tail("-n", str(last), str(path)).stdout == lines
+        assert tail("-n", str(last), given=path.read_bytes()).stdout == lines
     path.write_bytes(b"x" * (3 << 20) + b"\nlast\n")
-    found = list(reader.tail(path, 2, following=False))
-    assert max(map(len, found)) <= reader.MAX_LINE_BYTES
-    assert found[-1] == b"last\n"
+    found = [line or b"" for line in islice(reader.follow(path), 6)]
+    assert [max(map(len, found)), *found[-2:]] == [reader.MAX_LINE_BYTES, b"last\n", b""]
 
 
 def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
-    path = written(tmp_path / "log", *LOG)
-    process = subprocess.Popen([*TAIL, "-f", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    lines: list[bytes] = []
+    """From the last lines that the filter lets through, and on over a rename and a cut: no line twice, none missing."""
+    path = written(tmp_path / "log", *LOG, *[LOG[0]] * 20)
+    command = [*TAIL, "-f", str(path), "--json", "--event", "request.done", "-n", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    names: list[str] = []
     assert process.stdout is not None
-    collect = threading.Thread(target=lambda out: lines.extend(iter(out.readline, b"")), args=(process.stdout,))
-    collect.start()
+
+    def collect(out: IO[bytes]) -> None:
+        names.extend(json.loads(line)["request_id"] for line in iter(out.readline, b""))
+
+    def put(name: str, where: Path = path, begin: str = "", end: str = "\n") -> None:
+        with where.open("a") as file:
+            file.write(begin + json.dumps(record(request_id=name)) + end)
+
+    def shown(*expected: str) -> None:
+        eventually(lambda: len(names) >= len(expected), 30, "the lines")
+        assert names == list(expected)
+
+    collecting = threading.Thread(target=collect, args=(process.stdout,))
+    collecting.start()
     try:
-        eventually(lambda: len(lines) == 4, 30, "what was there")
-        path.rename(tmp_path / "log.1")
-        written(path, LOG[0])
-        eventually(lambda: len(lines) == 5, 30, "the first line after the rotation")
-        path.write_bytes(b"")
-        time.sleep(2)  # tail(1) sees by the size that a file was cut
-        written(path, LOG[1])
-        eventually(lambda: len(lines) == 6, 30, "the first line of a file that was cut")
+        shown("two")
+        put("before")
+        shown("two", "before")
+        old = tmp_path / "log.1"
+        path.rename(old)
+        path.touch()  # as logrotate's `create`; the daemon is still in the old file
+        put("late", old, end="")
+        time.sleep(2 * reader.LOOK_S)
+        put("last of the old", old, begin="\n")
+        put("first of the new")
+        shown("two", "before", "late", "last of the old", "first of the new")
+        os.truncate(path, 0)
+        time.sleep(2 * reader.LOOK_S)
+        put("after the cut")
+        shown("two", "before", "late", "last of the old", "first of the new", "after the cut")
     finally:
         process.send_signal(signal.SIGINT)
         ended_quietly(process)
-        collect.join()
+        collecting.join()
         process.stdout.close()
+
+
+@pytest.mark.store
+def test_on_a_terminal_the_log_of_the_daemon_here_is_read(tmp_path: Path) -> None:
+    """Also after it was killed; one whose log is in no file is named."""
+    socket, log = tmp_path / "s", tmp_path / "kv.log"
+    options = ["--socket", str(socket), "--metrics-port", "0", "--memory", "64MiB", "--staging", "1MiB"]
+    environ = {**os.environ, "KVPREFETCHD_SOCKET": str(socket)}
+    ours, theirs = os.openpty()
+    try:
+        with log.open("ab") as file, subprocess.Popen([*COMMAND, "serve", *options], stdout=file) as daemon:
+            eventually(lambda: b"daemon.ready" in log.read_bytes(), 60, "the daemon")
+            said = subprocess.run(TAIL, stdin=theirs, env=environ, capture_output=True, timeout=60, check=True)
+            assert b" daemon.ready " in said.stdout
+            daemon.kill()
+        dead = [*TAIL, "--event", "daemon.ready", "--json"]
+        said = subprocess.run(dead, stdin=theirs, env=environ, capture_output=True, timeout=60, check=True)
+        assert json.loads(said.stdout)["socket"] == str(socket)
+    finally:
+        Path(f"/dev/shm{board.name_of(socket)}").unlink()
+    nothing = subprocess.run(TAIL, stdin=theirs, env=environ, capture_output=True, timeout=60, check=False)
+    assert (nothing.returncode, b"no daemon answers" in nothing.stderr) == (78, True)
+    os.close(ours), os.close(theirs)
 
 
 # --- the journal --------------------------------------------------------------------------------------------------
@@ -204,21 +276,27 @@ def planted_journal(folder: Path, *records: dict[str, Any]) -> str:
     """
     lines = [json.dumps(each) for each in records]
     program = folder / "journalctl"
-    program.write_text("\n".join(["#!/bin/sh", f'echo "$@" > {folder}/arguments', "cat <<'END'", *lines, "END", ""]))
+    more = 'case "$*" in *--show-cursor*) echo "-- cursor: s=1;i=2";; esac'
+    once = 'case "$*" in *--follow*) exit;; esac'
+    script = ["#!/bin/sh", f'echo "$@" >> {folder}/arguments', once, "cat <<'END'", *lines, "END", more, ""]
+    program.write_text("\n".join(script))
     program.chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
 
 def test_the_journal_is_asked_for_the_unit(tmp_path: Path) -> None:
-    filters = ("--journal", "other.service", "-n", "50", "-f", "--event", "request.done")
-    result = tail(*filters, PATH=planted_journal(tmp_path, *LOG))
-    assert (result.returncode, len(result.stdout.splitlines())) == (0, 2)
-    asked = (tmp_path / "arguments").read_text().split()
-    assert asked == ["--quiet", "--output=cat", "--unit=other.service", "--lines=50", "--follow"]
+    """To follow it, twice: for what is there, as -n counts behind the filter, and from there on."""
+    filters = ("--journal", "other.service", "-n", "1", "-f", "--event", "request.done", "--since", "1970-01-02")
+    result = tail(*filters, "--json", PATH=planted_journal(tmp_path, *LOG))
+    assert result.returncode == 0
+    assert [json.loads(line)["request_id"] for line in result.stdout.splitlines()] == ["two"]
+    same = "--quiet --no-pager --output=cat --unit=other.service --since=@86400"
+    asked = [f"{same} --show-cursor", f"{same} --follow --no-tail --after-cursor=s=1;i=2"]
+    assert (tmp_path / "arguments").read_text().splitlines() == asked
 
 
 @pytest.mark.parametrize(
-    ("command", "status"), [("tail --journal", 69), ("explain x --journal", 69), ("tail --journal -n 0", 0)]
+    ("command", "status"), [("tail --journal", 69), ("explain x --journal", 69), ("tail --journal --since 1h", 0)]
 )
 def test_a_journal_without_entries_is_reported(tmp_path: Path, command: str, status: int) -> None:
     """The real journalctl prints nothing for a unit that does not exist."""
