@@ -68,7 +68,7 @@ EXPLAIN = HelpPage(
 )
 
 
-class Moment(click.ParamType):
+class Moment(click.types.StringParamType):
     """A time, as `ts` of the log has it: so long ago, or in UTC."""
 
     name = "time"
@@ -150,6 +150,7 @@ def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes |
     if arguments.journal is None and arguments.file in (None, "-") and sys.stdin.isatty():
         find(arguments)
     name, since = arguments.file or "-", getattr(arguments, "since", None)
+    source: Iterator[bytes | None]
     with contextlib.ExitStack() as opened:
         try:
             if arguments.journal is not None:
