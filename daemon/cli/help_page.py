@@ -22,6 +22,7 @@ HINTS = {
     **dict.fromkeys(("stop", "restart"), "the service manager does it, as systemctl restart kvprefetchd"),
     **dict.fromkeys(("log", "logs"), "kvprefetchd tail FILE, or tail --journal"),
     **dict.fromkeys(("purge", "ls"), "kvprefetchd store has it"),
+    "bench": "kvprefetchd doctor --measure",
     "ping": "kvprefetchd health",
     "version": "kvprefetchd --version",
     "help": "kvprefetchd --help",

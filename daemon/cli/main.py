@@ -20,7 +20,7 @@ from ...client.control import Unavailable
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
 from ..telemetry.pretty import fitting
-from . import bench, configuration, doctor, estimate, install_unit, pages, prefetch, serve, status, store, tail, top
+from . import configuration, doctor, estimate, install_unit, pages, prefetch, serve, status, store, tail, top
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
 from .help_page import Group, HelpPage
@@ -48,7 +48,7 @@ PAGE = HelpPage(
     environment=CONFIGURATION_ENVIRONMENT | NO_COLOR,
     also="README.md, docs/OPERATIONS.md, docs/TUNING.md, docs/reference/command-line.md",
 )
-COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, bench, estimate, store, prefetch, pages)
+COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, estimate, store, prefetch, pages)
 ALIASES = {"warm": "prefetch"}  # names of earlier releases
 
 

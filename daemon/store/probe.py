@@ -1,4 +1,4 @@
-"""Tries a store as a process that can be killed: a value's whole life (`doctor`), or a load (`bench`).
+"""Tries a store as a process that can be killed: a value's whole life (`doctor`), or a load (`doctor --measure`).
 
 `python -m kvprefetch.daemon.store.probe trip|load PARALLEL SECONDS [MOONCAKE_CONFIG]`: in that cluster, or in a private
 store on loopback.  It prints a JSON object for each thing that it tried: what `load.loaded` returns, with the `bytes`
@@ -71,7 +71,7 @@ def _problem(store: Store) -> str | None:
 
 def load(store: Store, parallel: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Yield the times of the master, of puts, and of gets from each node. Raises StoreUnavailable."""
-    keys = [f"kvprefetch-bench-{uuid.uuid4().hex}-{i}" for i in range(VALUES)]
+    keys = [f"kvprefetch-measure-{uuid.uuid4().hex}-{i}" for i in range(VALUES)]
     buffers = [ctypes.create_string_buffer(os.urandom(VALUE_BYTES), VALUE_BYTES) for _ in range(parallel)]
     addresses = [ctypes.addressof(buffer) for buffer in buffers]
     _buffers.extend(buffers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import CapturingLogger
 
 from kvprefetch.client import Unavailable
-from kvprefetch.daemon.cli import bench, doctor, findings
+from kvprefetch.daemon.cli import doctor, findings, measure
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.cli.store import stored_keys
+from kvprefetch.daemon.config import machine
 from kvprefetch.daemon.config.machine import machine_bytes
-from kvprefetch.daemon.config.model import DaemonConfig
+from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.config.sizes import size
 from kvprefetch.daemon.control.listener import check_place
+from kvprefetch.daemon.runtime import requirements
 from kvprefetch.daemon.store import window
 from tests.daemon.stores import absent_cluster, blocks, stored
 from tests.lab.daemon import Daemon
@@ -158,11 +162,36 @@ def test_doctor_says_what_is_bad_and_what_to_do(tmp_path: Path) -> None:
 
 def test_without_mooncake_only_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "DISTRIBUTIONS", ())
-    monkeypatch.setattr(bench, "find_spec", lambda _: None)
+    monkeypatch.setattr(measure, "find_spec", lambda _: None)
     (libraries,) = findings.libraries(DaemonConfig())
     (store,) = findings.store(DaemonConfig())
     assert "pip install '.[daemon-cpu]'" in libraries.advice
     assert "Mooncake is not installed here: run this in the daemon's environment" in store.what
+
+
+@pytest.mark.parametrize(
+    ("reads", "found", "name", "event"),
+    [
+        ("usable_cores", 1, "cores", ""),
+        ("address_bytes", 1 << 20, "limits", ""),
+        ("startable_threads", 3, "limits", ""),
+        ("quota_cores", 0.5, "cores", "cores.few"),
+        ("available_bytes", 1 << 20, "memory", "memory.short"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_list_for_doctor_and_serve(
+    monkeypatch: pytest.MonkeyPatch, reads: str, found: Any, name: str, event: str
+) -> None:
+    config, log = DaemonConfig(staging=4096, memory=16 << 20, fetch_threads=1), CapturingLogger()
+    monkeypatch.setattr(machine, reads, lambda *_: found)
+    [said] = [each for each in findings.CHECKS[name](config) if each.level != "ok"]
+    assert said.advice
+    if event:
+        requirements.check(config, log)
+        assert [call.args for call in log.calls] == [(event,)]
+    else:
+        with pytest.raises(ConfigError, match=re.escape(said.what)):
+            requirements.check(config, log)
 
 
 def test_secrets_are_removed() -> None:

@@ -60,7 +60,7 @@ def test_the_command_line_loads_nothing_that_only_one_command_needs() -> None:
 
 def test_every_command_is_there() -> None:
     expected = (
-        "serve check-config config status health stat reload mode top tail explain install-unit doctor bench estimate "
+        "serve check-config config status health stat reload mode top tail explain install-unit doctor estimate "
         "store prefetch docs completion"
     )
     assert ["", *expected.split()] == [name for name in NAMES if " " not in name]
@@ -92,7 +92,7 @@ def test_the_examples_are_commands(name: str, capsys: pytest.CaptureFixture[str]
         assert words[0] == "kvprefetchd"
         found = max((each for each in NAMES if words[1 : 1 + len(each.split())] == each.split()), key=len)
         context = commands()[found].make_context(found, words[1 + len(found.split()) :])
-        if found in ("serve", "check-config", "config init", "doctor", "bench"):
+        if found in ("serve", "check-config", "config init", "doctor"):
             DaemonConfig.model_validate(
                 {key: value for key, value in context.params.items() if key in DaemonConfig.model_fields and value}
             )

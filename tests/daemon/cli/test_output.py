@@ -35,8 +35,8 @@ def test_each_command_has_json_or_shows_nothing() -> None:
 SMALL = "--memory 64MiB --staging 1MiB --metrics-port 0"
 EXAMPLES = {
     "status": "", "health": "", "stat": "", "top": "--interval 0.2", "store ls": "", "store stat": "",
-    "prefetch": "LIST", "explain": "cmpl-7 LOG", "check-config": SMALL, "doctor": SMALL,
-    "bench": f"{SMALL} --seconds 0", "estimate": "--token-bytes 2048 --tokens 1500 --link 1",
+    "prefetch": "LIST", "explain": "cmpl-7 LOG", "check-config": SMALL, "doctor": f"{SMALL} --measure 0",
+    "estimate": "--token-bytes 2048 --tokens 1500 --link 1",
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_json_of_every_command_is_one_object_with_the_same_first_keys(
     assert {"libraries", "store"} <= {finding["check"] for finding in findings}
     bad = [f"{each['check']}: {each['what']}" for each in findings if each["level"] == "bad"]
     assert bad == found["doctor"]["problems"]
-    assert {"socket", "master", "put"} < {row["what"] for row in found["bench"]["measured"]}
+    assert {"socket", "master", "put"} < {row["what"] for row in found["doctor"]["measured"]}
 
 
 def test_what_is_wrong_is_in_the_json_and_on_the_terminal(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvprefetchd bench`: load the daemon's socket, the store and the disk, and say how fast each answers."""
+"""Loads the daemon's socket, the store and the disk, and says how fast each answers (`doctor --measure`)."""
 
 from __future__ import annotations
 
@@ -15,73 +15,25 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-import click
-
 from ...client.control import Conversation, Unavailable
 from ...shmring.wire.admin import Status, StatusQuery
 from ..config.model import DaemonConfig
 from ..config.sizes import size
 from ..store.disk import DiskSpec
 from ..store.load import loaded
-from ..telemetry.overview import aligned
 from ..telemetry.pretty import number, printable
-from .common import (
-    Arguments,
-    ConfigurationPage,
-    Real,
-    accepted,
-    configuration_options,
-    configuration_sources,
-    declare,
-    flag,
-    of_running,
-    option,
-    show,
-)
-from .help_page import Group
 
-PAGE = ConfigurationPage(
-    "load the daemon's socket, the store and the disk, and print times and rates",
-    details="Takes the options of serve, and loads what serve would use: it asks the running daemon for its status and "
-    "the master for keys, puts 64 values of 1 MiB, reads those of each storage node as the daemon does, and removes "
-    "them. With --mooncake-config it does so in the cluster, otherwise in a private store. With --disk it writes and "
-    "reads a nameless file of 64 MiB in that folder, past the page cache where the file system can. Requests of that "
-    "cluster wait for their share of its links meanwhile.",
-    examples=(
-        ("kvprefetchd bench", "this machine and the defaults, one call at a time"),
-        ("kvprefetchd bench --mooncake-config mooncake.json", "how fast a cluster is, node by node"),
-        ("kvprefetchd bench --parallel 4 --seconds 10 --disk /mnt/nvme/kvprefetch:500GiB", "a disk under load"),
-    ),
-    exits={0: "all of it answered", 1: "something did not answer"},
-    also="kvprefetchd doctor, estimate; docs/TUNING.md",
-)
 STORE_S = 100.0
 CHUNK_BYTES, CHUNKS = 1 << 20, 64
 
 Found = dict[str, Any]  # of store/load.py, with the `bytes` of a call where it moved any; or `failed`
 
 
-def add(commands: Group) -> None:
-    text = "seconds for each row of the result (default: 1)"
-    seconds = option("--seconds", metavar="S", type=Real(0, 600), default=1.0, help=text)
-    count = click.IntRange(1, 64)
-    parallel = option("--parallel", metavar="COUNT", type=count, default=1, help="calls at a time (default: 1)")
-    json_too = flag("--json", "times in ms, and rates, as JSON")
-    declare(commands, "bench", run, PAGE, seconds, parallel, json_too, *configuration_options())
-
-
-def run(arguments: Arguments) -> int:
-    config = of_running(accepted(configuration_sources(arguments)))
-    load = {"parallel": arguments.parallel, "seconds": arguments.seconds}
-    found = [*socket(config, **load), *store(config, "load", **load), *disk(config, **load)]
-    rows = [summary(each) for each in found if "ms" in each]
-    failed = [str(each["failed"]) for each in found if "failed" in each]
-    if arguments.json:
-        show({"measured": rows}, ok=not failed, problems=failed)
-    else:
-        table = aligned([["", "p50 ms", "p99 ms", "a second", ""], *map(_cells, rows)]) if rows else []
-        print("\n".join([*table, *(f"failed: {line}" for line in failed)]))
-    return 1 if failed else 0
+def measured(config: DaemonConfig, seconds: float) -> Iterator[Found]:
+    """Yield the percentiles and rates of each, or what failed: `seconds` of as many calls at a time as of fetches."""
+    load: dict[str, Any] = {"parallel": config.fetch_threads, "seconds": seconds}
+    for each in (*socket(config, **load), *store(config, "load", **load), *disk(config, **load)):
+        yield summary(each) if "ms" in each else each
 
 
 def summary(found: Found) -> Found:
@@ -93,21 +45,18 @@ def summary(found: Found) -> Found:
     return row | ({"bytes_per_second": found["bytes"] * len(times) / seconds} if "bytes" in found else {})
 
 
-def _cells(row: Found) -> list[str]:
-    rate = f"{size(row['bytes_per_second'])}/s" if "bytes_per_second" in row else ""
-    return [row["what"], *(number(row[name]) for name in ("p50_ms", "p99_ms", "per_second")), rate]
+def words(row: Found) -> str:
+    """Return a row in words."""
+    rate = f", {size(row['bytes_per_second'])}/s" if "bytes_per_second" in row else ""
+    p50, p99, count = (number(row[name]) for name in ("p50_ms", "p99_ms", "per_second"))
+    return f"{row['what']}: p50 {p50} ms, p99 {p99} ms, {count} a second{rate}"
 
 
 def socket(config: DaemonConfig, *, parallel: int, seconds: float) -> Iterator[Found]:
-    """Ask the running daemon for its status."""
-    try:
-        with contextlib.ExitStack() as stack:
-            asking = [stack.enter_context(Conversation(config.socket)) for _ in range(parallel)]
-            yield loaded(
-                "socket", lambda i, _: asking[i].ask(StatusQuery(), Status), parallel=parallel, seconds=seconds
-            )
-    except Unavailable as error:
-        yield {"failed": error.what}
+    """Ask the running daemon, if there is one, for its status."""
+    with contextlib.suppress(Unavailable), contextlib.ExitStack() as stack:  # doctor has said why
+        asking = [stack.enter_context(Conversation(config.socket)) for _ in range(parallel)]
+        yield loaded("socket", lambda i, _: asking[i].ask(StatusQuery(), Status), parallel=parallel, seconds=seconds)
 
 
 def store(config: DaemonConfig, what: str, *, parallel: int = 1, seconds: float = 0.0) -> Iterator[Found]:
