@@ -86,6 +86,11 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
         load(config.kv_connector_extra_config)
 
 
+def test_the_readme_is_short() -> None:
+    """A reader sees what it is, what it brings and how to begin."""
+    assert len(README.splitlines()) <= 140
+
+
 def test_the_first_table_has_the_published_figures() -> None:
     """README's rows are the least and greatest mean of all sweeps of docs/BENCHMARKS.md, and the mean of each trace."""
     row = r"^\| \[(\w+)\]\(benchmarks/.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
