@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..shmring.wire.checks import first_error, living, nearest, shown
-from ..shmring.wire.control_socket import check_socket_path, default_socket
+from ..shmring.wire.control_socket import DAEMON_USER, check_socket_path
 from .policy import Policy
 
 log = logging.getLogger("vllm.kvprefetch")
@@ -45,11 +45,11 @@ class ConnectorConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    socket: Annotated[str, BeforeValidator(check_socket_path)] = Field(
-        default_factory=default_socket, description="the daemon's control socket"
+    socket: Annotated[str | None, BeforeValidator(check_socket_path)] = Field(
+        default=None, description="the daemon's control socket"
     )
     daemon_user: Annotated[str | int, BeforeValidator(_check_user)] = Field(
-        default="kvprefetch", description="name or number of the daemon's user, beside root and the engine's own"
+        default=DAEMON_USER, description="name or number of the daemon's user, beside root and the engine's own"
     )
     start_daemon: Annotated[dict[str, Any] | None, BeforeValidator(_daemon_options)] = Field(
         default=None, description="true, or the daemon's options: start a daemon where none listens"

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..shmring.wire.admin import Status, StatusQuery
 from ..shmring.wire.attach import Refused
 from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
-from ..shmring.wire.control_socket import peer_of, user_id
+from ..shmring.wire.control_socket import Stranger, find, sockets
 from ..shmring.wire.records import PROTOCOL, ProtocolError
 from . import compat, config, identity
 from .starter import Starter
@@ -78,8 +77,8 @@ def configuration(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield "note", what, 'set it to "recompute"'
     settings = config.load(ours.get("kv_connector_extra_config", {}))
     if settings.start_daemon is not None:
-        Starter(settings.start_daemon, settings.socket)  # it checks the options
-    yield "ok", f"mode {settings.mode}, socket {settings.socket}", ""
+        arguments.starter = Starter(settings.start_daemon, settings.socket)  # it checks the options
+    yield "ok", f"mode {settings.mode}, looks for a daemon at {', then '.join(_places(settings))}", ""
 
 
 def model(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -127,33 +126,37 @@ def sharing(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Whether the daemon answers this user, and runs as one that an engine trusts."""
+    """Whether a daemon answers this user, and runs as one that an engine trusts; else whether the engine starts one."""
     try:
         ours = _ours(arguments.kv_transfer_config)
         settings = config.load(ours.get("kv_connector_extra_config", {}))
     except ValueError:  # said above
         return
-    where = f"socket={settings.socket!r} uid={os.getuid()}"
     advice = f"is the engine's user another one? run this as that; otherwise {SYMPTOM}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(ANSWER_S)
+    found = find(_places(settings), settings.daemon_user, ANSWER_S)
+    for path, error in found.passed:
+        where, why = f"socket={path!r} uid={os.getuid()}", error.strerror or str(error)
+        if isinstance(error, Stranger):
+            yield "bad", why, f'"daemon_user": {error.uid} in kv_connector_extra_config'
+        elif isinstance(error, PermissionError):
+            level = "bad" if (path, found.sock) == (found.path, None) else "note"
+            yield level, f"this user may not use the socket: {where}: {why}", advice
+        elif found.sock is not None or path != found.path or arguments.starter is not None:
+            yield "ok", f"no daemon answers: {where}: {why}", ""
+        else:
+            yield "bad", f"no daemon answers: {where}: {why}", "start it (kvprefetchd serve), or name its socket"
+    if found.sock is None:
+        if arguments.starter is not None and found.startable:
+            yield "ok", f"the engine starts a daemon: {arguments.starter}", ""
+        return
+    where = f"socket={found.path!r} uid={os.getuid()}"
+    with found.sock as sock:
         try:
-            sock.connect(settings.socket)
-            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(settings.daemon_user)):
-                what = f"the daemon's user is neither root, nor the engine's, nor daemon_user: {where} daemon_uid={uid}"
-                yield "bad", what, f'"daemon_user": {uid} in kv_connector_extra_config'
-                return
             send_message(sock, StatusQuery())
             received = receive_message(sock, max_fds=0)
-        except PermissionError as error:
-            yield "bad", f"this user may not use the socket: {where}: {error.strerror}", advice
-            return
         except (OSError, ProtocolError) as error:
-            what = f"no daemon answers: {where}: {getattr(error, 'strerror', None) or error}"
-            if settings.start_daemon is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                yield "ok", f"{what}: the engine starts one", ""
-                return
-            yield "bad", what, "start it (kvprefetchd serve), or give both sides the same socket"
+            what = f"the daemon does not answer: {where}: {getattr(error, 'strerror', None) or error}"
+            yield "bad", what, "`kvprefetchd status` shows why"
             return
     answer = received[0] if received is not None else None
     if isinstance(answer, Status):
@@ -163,7 +166,11 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
             )
             yield "bad", what, "upgrade the older side, and restart it: until then engines are served nothing"
         level = "ok" if answer.version == __version__ else "note"
-        yield level, f"daemon {answer.version} answers: pid {answer.pid}, engines {answer.engine_count}", ""
+        yield (
+            level,
+            f"daemon {answer.version} answers at {found.path}: pid {answer.pid}, engines {answer.engine_count}",
+            "",
+        )
         yield from _refused(answer.refused, str(ours.get("engine_id", "")))
     else:
         yield "bad", answer.error if isinstance(answer, Refused) else f"another program listens there: {where}", advice
@@ -184,6 +191,10 @@ def gpu(arguments: argparse.Namespace) -> Iterator[Finding]:
         each.name and each.name.startswith("cupy") for each in metadata.distributions()
     ):
         yield "note", "cupy is not installed: torch copies, which is slower", "pip install '.[cuda12]' or '.[cuda13]'"
+
+
+def _places(settings: config.ConnectorConfig) -> list[str]:
+    return [settings.socket] if settings.socket is not None else sockets()
 
 
 def _ours(text: str) -> Mapping[str, Any]:
@@ -215,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--kv-transfer-config", default=DEFAULT)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(namespace=argparse.Namespace(starter=None))
     for check in CHECKS:
         try:
             for level, what, advice in check(arguments):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Absent, Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
-from ..shmring.wire.control_socket import peer_of, user_id
+from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, Found, Stranger, find, sockets
 from ..shmring.wire.records import ProtocolError
 from .session import SchedulerSession, WorkerSession
 
@@ -50,7 +49,9 @@ class Link(Generic[S]):
     a load may name an ended epoch until steps or the scheduler's next hello show otherwise.  Without it, as in a
     scheduler, the log says once why there was no session for PATIENCE_S; workers wait for the scheduler in silence.
     The link's thread unmaps the memory of sessions that nobody uses any more.
-    Where no daemon listens, the thread calls `start` and tries again.
+    `path` names the socket; None looks for one each time (control_socket.py).  A process that waits for its session
+    goes on to a daemon that comes first in that order, so that all processes of an engine meet at the same.
+    Where no daemon listens, the thread calls `start` and tries again, but never to replace the system's.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
     `session` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this session;
     `stored` collects the daemon's messages about saves, `absent` those about blocks that the store lost.
@@ -58,19 +59,20 @@ class Link(Generic[S]):
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         hello: Callable[[], Hello],
         map_session: Callable[[Attached, Sequence[int]], S],
         *,
         keep_ended: bool = False,
-        daemon_user: str | int = 0,
+        daemon_user: str | int = DAEMON_USER,
         start: Callable[[], object] | None = None,
     ) -> None:
         self.session: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self.absent: deque[Absent] = deque(maxlen=MAX_ABSENTS)
-        self.hello, self._path, self._map, self._keep_ended = hello, path, map_session, keep_ended
+        self.hello, self._map, self._keep_ended = hello, map_session, keep_ended
+        self._named, self._path, self._served = path, "", ""  # where it connects now, and where it had a session
         self._alone_since, self._daemon_user, self._start = time.monotonic(), daemon_user, start
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
@@ -158,31 +160,50 @@ class Link(Generic[S]):
     def _attach(self) -> float:
         """One connection from hello to its end; the seconds until the next attempt."""
         hello = self.hello()  # may read files: not while the daemon waits for it
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.settimeout(BEAT_S)
-            try:
-                sock.connect(self._path)
-            except OSError as error:
-                if self._start is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                    self._start()
-                    return RETRY_S
-                text = "kvprefetch: no daemon at %s (%s); the engine serves without it and looks again"
-                self._log_once("absent", logging.WARNING, text, self._path, error.strerror or error)
-                return RETRY_S
-            if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(self._daemon_user)):
-                text = (
-                    "kvprefetch: the process that listens at %s does not run as daemon_user=%r: uid=%d is neither root "
-                    "nor this engine's user, nothing is shared with it; to trust it, name its user in daemon_user"
+        found = find(self._places(), self._daemon_user, BEAT_S)
+        self._path = found.path
+        for path, error in found.passed:
+            if isinstance(error, Stranger):
+                self._log_once(str(error), logging.ERROR, "kvprefetch: %s", error)
+            elif found.sock is not None and not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._log_once(
+                    path, logging.INFO, "kvprefetch: no daemon for this user at %s: %s", path, error.strerror
                 )
-                self._log_once("stranger", logging.ERROR, text, self._path, self._daemon_user, uid)
-                return FINAL_RETRY_S
+        if (sock := found.sock) is None:
+            return self._absent(found)
+        try:
             send_message(sock, hello)
             self._sock = sock
             return self._watch(sock, hello)
         finally:
             self._sock = None
             sock.close()
+
+    def _places(self) -> list[str]:
+        return [self._named] if self._named is not None else sockets()
+
+    def _absent(self, found: Found) -> float:
+        """No daemon answers: start one, or say why. The seconds until the next attempt."""
+        kept = self._served == SYSTEM_SOCKET != found.path  # it comes back; a second daemon would have other KV
+        if self._start is not None and not kept and found.startable:
+            self._start()
+            return RETRY_S
+        if isinstance(found.passed[-1][1], Stranger):
+            return FINAL_RETRY_S
+        text = "kvprefetch: no daemon at %s; the engine serves without it and looks again"
+        where = ", ".join(f"{path} ({error.strerror or 'of another user'})" for path, error in found.passed)
+        self._log_once("absent", logging.WARNING, text, where)
+        return RETRY_S
+
+    def _comes_later(self) -> bool:
+        """Whether a daemon answers at a place before the one where this process waits."""
+        places = self._places()
+        if self._path not in places[1:]:
+            return False
+        sock = find(places[: places.index(self._path)], self._daemon_user, BEAT_S).sock
+        if sock is not None:
+            sock.close()
+        return sock is not None
 
     def _watch(self, sock: socket.socket, hello: Hello) -> float:
         while not self._stop.is_set():
@@ -193,6 +214,8 @@ class Link(Generic[S]):
                 received = receive_message(sock, max_fds=2)
             except TimeoutError:
                 self._log_no_session("it has not answered our hello; `kvprefetchd status` shows why")
+                if self.session is None and self._comes_later():
+                    break
                 continue
             if received is None:
                 self._log_no_session("it ended the connection without an answer; its log may say why")
@@ -235,7 +258,9 @@ class Link(Generic[S]):
         self.session = session
         send_message(sock, session.mapped())
         self._logged.clear()
-        log.info("kvprefetch: attached to the daemon: epoch=%d slots=%d", message.epoch, message.slot_count)
+        self._served = self._path
+        text = "kvprefetch: attached to the daemon at %s: epoch=%d slots=%d"
+        log.info(text, self._path, message.epoch, message.slot_count)
 
     def _lost(self) -> None:
         """The connection is over: nothing new may start on its epoch."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,15 @@ from typing import Any, TypeAlias, get_args
 import click
 from pydantic.fields import FieldInfo
 
-from ...client.control import SYSTEM_SOCKET, find_socket
+from ...client.control import find_socket
+from ...shmring.wire.control_socket import SYSTEM_SOCKET
 from ..config.machine import machine_bytes
 from ..config.model import SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
 from ..door.token import read_token
-from ..store.disk import DiskSpec
+from ..store.disk import DiskSpec, automatic_disk
 from ..store.settings import MooncakeSettings
 from .help_page import Command, Group, HelpPage
 
@@ -30,7 +31,7 @@ PATH = click.Path(path_type=Path, readable=False)  # what opens it says why it c
 _UNSET = {"socket_group": "the process's", "master_port": "a free one", "lease_ms": "as the store's"}
 
 EX_UNAVAILABLE = 69
-SOCKET_FILE = {str(SYSTEM_SOCKET): "the control socket of the system's daemon"}
+SOCKET_FILE = {SYSTEM_SOCKET: "the control socket of the system's daemon"}
 CONFIGURATION_FILE = {
     "/etc/kvprefetch/kvprefetchd.toml": "the configuration of the systemd service, which names it with --config; a "
     "command reads no file unless you name it"
@@ -76,8 +77,8 @@ def flag(name: str, text: str) -> click.Option:
 
 
 def socket_option() -> click.Option:
-    text = f"the daemon's control socket (default: {(path := find_socket(os.environ))})"
-    return option("--socket", metavar="PATH", type=PATH, default=path, help=text)
+    text = "the daemon's control socket (default: of the daemon that an engine of this user finds)"
+    return option("--socket", metavar="PATH", type=PATH, default=find_socket, help=text)
 
 
 def configuration_options() -> Iterator[click.Option]:
@@ -117,6 +118,9 @@ def accepted(sources: Sources) -> Effective:
     """Return the configuration with which serve would start. Raises ConfigError, also for valid values that together
     make serve refuse."""
     effective = resolve(sources)
+    if effective.config.disk in ("auto", "none"):
+        found = automatic_disk() if effective.config.disk == "auto" else None
+        effective = replace(effective, config=effective.config.model_copy(update={"disk": found}))
     config = effective.config
     if config.mooncake_config is not None:
         MooncakeSettings.from_file(config.mooncake_config)
@@ -145,7 +149,7 @@ def check_token(config: DaemonConfig) -> None:
 def of_running(effective: Effective) -> DaemonConfig:
     """Return the configuration with the socket of the daemon that runs, not of one that would start, unless it is
     named."""
-    where = {"socket": find_socket(os.environ)} if effective.origin["socket"] == "default" else {}
+    where = {"socket": find_socket()} if effective.origin["socket"] == "default" else {}
     return effective.config.model_copy(update=where)
 
 

@@ -6,7 +6,8 @@ import os
 import resource
 import sys
 
-from ...client.control import SYSTEM_SOCKET, Unavailable
+from ...client.control import Unavailable
+from ...shmring.wire.control_socket import SYSTEM_SOCKET
 from .common import (
     CONFIGURATION_ENVIRONMENT,
     CONFIGURATION_FILE,
@@ -41,7 +42,7 @@ SERVE = HelpPage(
     },
     files=CONFIGURATION_FILE
     | {
-        str(SYSTEM_SOCKET): "the control socket, where no variable below names another place",
+        SYSTEM_SOCKET: "the control socket, where no variable below names another place",
         "DIR of --disk": "the store's disk; only the daemon's user may read it",
     },
     environment=CONFIGURATION_ENVIRONMENT

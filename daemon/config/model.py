@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from ...shmring.wire.control_socket import check_socket_path, default_socket
+from ...shmring.wire.control_socket import check_socket_path, own_socket
 from .machine import usable_cores
 from .sizes import parse_size, size_text
 
@@ -66,7 +66,7 @@ class DaemonConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     socket: Annotated[Path, BeforeValidator(check_socket_path)] = Field(
-        default_factory=lambda: Path(default_socket()), description="control socket"
+        default_factory=lambda: Path(own_socket()), description="control socket"
     )
     socket_mode: Annotated[str, AfterValidator(_octal)] = Field(
         default="0660", description="file mode of the control socket, octal"
@@ -106,7 +106,10 @@ class DaemonConfig(BaseModel):
     memory: Annotated[Size, _within(16 << 20, 1 << 42)] = Field(
         default=1 << 30, description="DRAM segment of the embedded store"
     )
-    disk: str | None = Field(default=None, description="DIR[:SIZE] of the embedded store's disk")
+    disk: str | None = Field(
+        default=None,
+        description="DIR[:SIZE] of the embedded store's disk; auto: a fifth of what is free where the user's data is",
+    )
     master_port: Number | None = Field(default=None, ge=1, le=65535, description="port of the embedded master")
     store_reach: Literal["local", "any"] = Field(
         default="local",

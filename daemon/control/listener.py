@@ -183,14 +183,20 @@ def _alone_in(folder: Path, patience_s: float = _LOCK_S) -> Iterator[int]:
 
 
 def _check_folder(folder: int, path: Path) -> None:
-    """As root, refuse a folder in which another user could replace our socket by another one."""
+    """Refuse a folder in which another user could replace our socket: as root any, else one of a stranger in a folder
+    where everybody may make some, as in /tmp."""
     found = os.fstat(folder)
     open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-    if os.geteuid() == 0 and (found.st_uid != 0 or open_to_others):
+    bad = strange = found.st_uid not in (0, os.geteuid())
+    if os.geteuid() == 0:
+        bad = strange or bool(open_to_others)
+    elif strange:
+        bad = bool(os.stat("..", dir_fd=folder).st_mode & stat.S_ISVTX)
+    if bad:
         raise ConfigError(
             f"socket: other users could replace it in its folder: socket={str(path)!r} folder_uid={found.st_uid} "
-            f"folder_mode={stat.S_IMODE(found.st_mode):04o}: as root, name a folder that root owns and nobody else may "
-            "write to, or start the daemon as the folder's user"
+            f"folder_mode={stat.S_IMODE(found.st_mode):04o}: name a folder that root or this user owns and nobody else "
+            "may write to, or start the daemon as the folder's user"
         )
 
 

@@ -29,11 +29,13 @@ class Health:
 
 
 class Client:
-    """Asks the daemon behind a control socket: by default $KVPREFETCHD_SOCKET, else this user's daemon, else the
-    system's. Each call connects anew, and any thread may call."""
+    """Asks the daemon behind a control socket: by default the one that an engine of this user finds.
+
+    Each call connects anew, and any thread may call.
+    """
 
     def __init__(self, socket: str | os.PathLike[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.socket = find_socket(os.environ) if socket is None else Path(socket)
+        self.socket = find_socket() if socket is None else Path(socket)
         self._timeout_s = timeout_s
 
     def status(self, *, wait_s: float = 0.0, slowest: bool = False) -> Status:

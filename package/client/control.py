@@ -16,12 +16,11 @@ from ..daemon.telemetry import board, overview
 from ..shmring.wire.admin import Report, Status, StatusQuery
 from ..shmring.wire.attach import Refused
 from ..shmring.wire.codec import Message, receive_message, send_message
-from ..shmring.wire.control_socket import default_socket
+from ..shmring.wire.control_socket import find, own_socket, sockets
 from ..shmring.wire.records import ProtocolError
 
 TIMEOUT_S = 5.0
 IDS_S = 1.0
-SYSTEM_SOCKET = Path("/run/kvprefetch/kvprefetchd.sock")
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -117,11 +116,13 @@ def look(path: Path, *, ids: bool = False, timeout_s: float = TIMEOUT_S) -> Stat
         raise Unavailable(f"the daemon's picture cannot be read: socket={str(path)!r}: {error}") from None
 
 
-def find_socket(environ: Mapping[str, str]) -> Path:
-    """Return $KVPREFETCHD_SOCKET, else the socket of this user's daemon where it exists, else the system's."""
-    own = Path(default_socket(environ))
-    ours = environ.get("KVPREFETCHD_SOCKET") or os.path.exists(own)  # False also where this user may not look
-    return own if ours or not SYSTEM_SOCKET.exists() else SYSTEM_SOCKET
+def find_socket(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the socket of the daemon that an engine of this user finds; of one that died, where none answers."""
+    found = find(paths := sockets(environ))
+    if found.sock is not None:
+        found.sock.close()
+        return Path(found.path)
+    return Path(next(filter(os.path.lexists, reversed(paths)), own_socket(environ)))
 
 
 def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:

@@ -1,26 +1,112 @@
-"""The control socket's path, and the process, user and group on its other side."""
+"""The control socket: where the two sides meet, and the process, user and group on its other side.
+
+An engine and the commands look in one order: at the named path alone, or at the system's, then at this user's own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import socket
+import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 with its final zero
+SYSTEM_SOCKET = "/run/kvprefetch/kvprefetchd.sock"
+USERS_FOLDER = "/run/user"  # systemd's folder of each user who is logged in; su, cron and containers do not name it
+TEMP_FOLDER = "/tmp"  # not $TMPDIR, in which two sides may differ
+DAEMON_USER = "kvprefetch"
 _CREDENTIALS = struct.Struct("iII")  # struct ucred of unix(7)
 
 
-def default_socket(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the meeting place of engine, daemon and commands: $KVPREFETCHD_SOCKET, or a socket in $RUNTIME_DIRECTORY
-    (systemd), $XDG_RUNTIME_DIR/kvprefetch or /run/kvprefetch."""
+class Stranger(PermissionError):
+    """The process that listens there runs as a user `uid` whom this process does not trust."""
+
+    def __init__(self, path: str, uid: int, daemon_user: str | int) -> None:
+        super().__init__(
+            f"the process that listens at {path} does not run as {daemon_user=}: {uid=} is neither root nor this "
+            "engine's user, nothing is shared with it; to trust it, name its user in daemon_user"
+        )
+        self.uid = uid
+
+
+class Found(NamedTuple):
+    """A connection to the daemon at `path`; or None, and the last path. `passed`: the paths before, each with why."""
+
+    sock: socket.socket | None
+    path: str
+    passed: list[tuple[str, OSError]]
+
+    @property
+    def startable(self) -> bool:
+        """Whether no daemon listens at the last path: one may be started there."""
+        return self.sock is None and isinstance(self.passed[-1][1], FileNotFoundError | ConnectionRefusedError)
+
+
+def own_socket(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where this user's daemon listens: $KVPREFETCHD_SOCKET, in $RUNTIME_DIRECTORY (systemd), at the system's
+    place for root and the user who owns that folder, or in a folder of the user's own."""
     if named := environ.get("KVPREFETCHD_SOCKET"):
         return named
-    folder = environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    if not folder:
-        folder = os.path.join(environ.get("XDG_RUNTIME_DIR") or "/run", "kvprefetch")
-    return os.path.join(folder, "kvprefetchd.sock")
+    if folder := environ.get("RUNTIME_DIRECTORY", "").split(":")[0]:
+        return os.path.join(folder, os.path.basename(SYSTEM_SOCKET))
+    return next(_own_sockets(environ))
+
+
+def sockets(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the paths at which this user's engines and commands look for a daemon, the first one first."""
+    if named := environ.get("KVPREFETCHD_SOCKET"):
+        return [named]
+    return [*dict.fromkeys((SYSTEM_SOCKET, *_own_sockets(environ)))]
+
+
+def _own_sockets(environ: Mapping[str, str]) -> Iterator[str]:
+    uid = os.geteuid()
+    if uid == 0 or is_private(os.path.dirname(SYSTEM_SOCKET), uid):
+        yield SYSTEM_SOCKET
+        return
+    for folder in dict.fromkeys((environ.get("XDG_RUNTIME_DIR", ""), f"{USERS_FOLDER}/{uid}")):
+        if os.path.isabs(folder) and is_private(folder, uid):
+            yield os.path.join(folder, "kvprefetch", os.path.basename(SYSTEM_SOCKET))
+    yield os.path.join(TEMP_FOLDER, f"kvprefetch-{uid}", os.path.basename(SYSTEM_SOCKET))
+
+
+def user_folder(kind: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the user's folder of this kind for us, which need not exist: DATA for values, STATE for logs (XDG)."""
+    named, below = environ.get(f"XDG_{kind}_HOME", ""), {"DATA": "share", "STATE": "state"}[kind]
+    base = named if os.path.isabs(named) else os.path.expanduser(f"~/.local/{below}")
+    return os.path.join(base, "kvprefetch")
+
+
+def is_private(folder: str, uid: int) -> bool:
+    """Whether the folder is this user's, and no other may write to it."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: float = 1.0) -> Found:
+    """Connect to the first daemon that answers and runs as root, as this process's user or as `daemon_user`."""
+    passed = list[tuple[str, OSError]]()
+    for path in paths:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
+            try:
+                sock.settimeout(timeout_s)
+                sock.connect(path)
+                if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(daemon_user)):
+                    raise Stranger(path, uid, daemon_user)
+            except OSError as error:
+                passed.append((path, error))
+                continue
+            undo.pop_all()
+            return Found(sock, path, passed)
+    return Found(None, paths[-1], passed)
 
 
 def check_socket_path(value: object) -> object:

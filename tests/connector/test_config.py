@@ -1,4 +1,4 @@
-"""The connector's configuration: the daemon to start, the socket rule, and one line for what is wrong."""
+"""The connector's configuration: the daemon to start, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -7,27 +7,11 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.config import load, override
-from kvprefetch.shmring.wire.control_socket import default_socket
 
 
 def test_what_starts_a_daemon() -> None:
     given: tuple[Any, ...] = (None, False, True, {}, {"disk": "/x"})
     assert [load({"start_daemon": each}).start_daemon for each in given] == [None, None, {}, {}, {"disk": "/x"}]
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, "/run/kvprefetch/kvprefetchd.sock"),
-        ({"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/user/7/kvprefetch/kvprefetchd.sock"),
-        ({"XDG_RUNTIME_DIR": "/x", "RUNTIME_DIRECTORY": "/run/a:/run/b"}, "/run/a/kvprefetchd.sock"),
-    ],
-)
-def test_the_socket_rule_is_the_daemons(environ: dict[str, str], expected: str) -> None:
-    from kvprefetch.daemon.config.model import DaemonConfig
-
-    assert default_socket(environ) == expected
-    assert str(DaemonConfig().socket) == load({}).socket, "both sides follow one rule"
 
 
 @pytest.mark.parametrize(

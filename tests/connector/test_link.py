@@ -30,9 +30,9 @@ from .played_daemon import Server, hello
 
 
 @contextlib.contextmanager
-def linked(path: Path | str, **options: Any) -> Iterator[Link[SchedulerSession]]:
+def linked(path: Path | str | None, **options: Any) -> Iterator[Link[SchedulerSession]]:
     """A scheduler's link that has started; closed at the end."""
-    link = Link(str(path), lambda: hello("scheduler"), SchedulerSession.map, **options)
+    link = Link(None if path is None else str(path), lambda: hello("scheduler"), SchedulerSession.map, **options)
     link.start()
     with contextlib.closing(link):
         yield link
@@ -77,6 +77,48 @@ def test_a_daemon_is_started_where_none_listens_and_only_there(
     with linked(f"{__file__}/d.sock", start=lambda: starts.append(True)):
         eventually(lambda: "no daemon" in caplog.text)
     assert starts == []
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The system's place and the user's own, where nothing listens yet."""
+    found = [str(tmp_path / "system.sock"), str(tmp_path / "own.sock")]
+    monkeypatch.setattr(link_module, "sockets", lambda: found)
+    monkeypatch.setattr(link_module, "SYSTEM_SOCKET", found[0])
+    return found
+
+
+def test_processes_of_one_engine_meet_at_the_system_s_daemon_once_it_answers(
+    places: list[str], quick_link: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that waits for its session at the user's daemon leaves it; one that has a session stays."""
+    with contextlib.closing(Server(Path(places[1]))) as own, caplog.at_level(logging.INFO), linked(None) as first:
+        own.attached()
+        with linked(None) as second:
+            own.accept()
+            with contextlib.closing(Server(Path(places[0]))) as system:
+                system.sock.accept()[0].close()  # a look whether it answers
+                system.attached()
+                assert first.session is not None
+                eventually(lambda: second.session is not None)
+                said = [
+                    f"kvprefetch: attached to the daemon at {path}: epoch=1 slots={own.fake.layout.slot_count}"
+                    for path in reversed(places)
+                ]
+                eventually(lambda: said == [text for text in caplog.messages if "attached to" in text])
+
+
+def test_no_daemon_is_started_to_replace_the_system_s(places: list[str], quick_link: None) -> None:
+    """It comes back, and a second daemon beside it would have other KV. Without it, the user's own is started."""
+    starts = list[bool]()
+    with linked(None, start=lambda: starts.append(True)) as link:
+        eventually(lambda: starts)
+        with contextlib.closing(Server(Path(places[0]))) as system:
+            system.attached()
+            starts.clear()
+        eventually(lambda: link.session is None)
+        time.sleep(0.05)
+        assert starts == []
 
 
 def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:

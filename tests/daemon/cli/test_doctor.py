@@ -45,10 +45,7 @@ def test_doctor_sees_a_daemon_a_store_round_trip_and_bundles_it(
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(daemon.lines))
     (tmp_path / "bundle.tar.gz").touch(0o644)
-    (tmp_path / "kvprefetch").mkdir()
-    (tmp_path / "kvprefetch/kvprefetchd.sock").symlink_to(daemon.socket)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("KVPREFETCHD_SOCKET")
+    monkeypatch.setenv("KVPREFETCHD_SOCKET", str(daemon.socket))
     sizes = ("--staging", "64MiB", "--memory", "64MiB", "--metrics-port", port)
     result = kvprefetchd("doctor", *sizes, "--bundle", tmp_path / "bundle.tar.gz", "--log", log)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -147,13 +147,15 @@ def test_the_socket_is_that_of_the_environment_and_no_daemon_there_is_bad(tmp_pa
     path = str(tmp_path / "none.sock")
     done = run(EXAMINE, KVPREFETCHD_SOCKET=path)
     said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert ["ok", "configuration", f"mode on, socket {path}", ""] in said
+    assert ["ok", "configuration", f"mode on, looks for a daemon at {path}", ""] in said
     ((level, what),) = [(level, what) for level, name, what, _ in said if name == "daemon"]
     assert (level, what.startswith(f"no daemon answers: socket='{path}'")) == ("bad", True)
     given = transfer(kv_connector_extra_config={"socket": path, "start_daemon": True})
-    (line,) = findings("--kv-transfer-config", given)["daemon"]
-    assert line.startswith(f"ok no daemon answers: socket='{path}'")
-    assert line.endswith(": the engine starts one ")
+    absent, starts = findings("--kv-transfer-config", given)["daemon"]
+    assert absent.startswith(f"ok no daemon answers: socket='{path}'")
+    assert starts.startswith(
+        f"ok the engine starts a daemon: socket {path}, disk {os.environ['XDG_DATA_HOME']}/kvprefetch:"
+    )
 
 
 def test_a_daemon_of_another_protocol_is_bad(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_daemon_of_another_user_is_named(tmp_path: Path) -> None:
             listener.listen()
         given = transfer(kv_connector_extra_config={"socket": str(tmp_path / "s.sock")})
         (line,) = findings("--kv-transfer-config", given)["daemon"]
-    assert line.startswith("bad the daemon's user is neither root")
+    assert line.startswith("bad the process that listens at ")
     assert '"daemon_user": 12345' in line
 
 
