@@ -87,13 +87,13 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                     "engine and no later start finds the KV that this one saves: set PYTHONHASHSEED",
                     hello.scheduler.hash_algorithm,
                 )
-            options, path = self._settings.start_daemon, self._settings.socket
+            options = self._settings.start_daemon
             link = Link(
-                path,
+                self._settings.socket,
                 lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerSession.map,
                 daemon_user=self._settings.daemon_user,
-                start=None if options is None else Starter(options, path).start,
+                start=None if options is None else Starter(options, self._settings.socket).start,
             )
             publish = geometry.publishes_events(vllm_config)
             adapters = Adapters.of_engine(vllm_config, self._geometry)
@@ -126,7 +126,9 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No. vLLM with CUDA graphs asks before it starts anything. Raises ValueError for a bad configuration."""
-        configuration.load(extra_config)
+        settings = configuration.load(extra_config)
+        if settings.start_daemon is not None and settings.mode != "off":
+            Starter(settings.start_daemon, settings.socket)  # it says what this machine lacks
         return False
 
     @classmethod

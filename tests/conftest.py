@@ -34,9 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A user's own daemon may run here.  What tests start without options of its own uses neither its socket nor its port.
+# A user's own daemon may run here.  What tests start without options has files and a port of its own.
 RUNTIME = tempfile.TemporaryDirectory(prefix="kvt-")
-os.environ["XDG_RUNTIME_DIR"] = RUNTIME.name
+os.environ |= {f"XDG_{each}": f"{RUNTIME.name}" for each in ("RUNTIME_DIR", "DATA_HOME", "STATE_HOME")}
 os.environ["KVPREFETCHD_SOCKET"] = f"{RUNTIME.name}/kvprefetchd.sock"
 os.environ["KVPREFETCHD_METRICS_PORT"] = "0"
 

@@ -13,6 +13,7 @@ from ...client.control import Unavailable
 from ..config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from ..config.sizes import size_text
 from ..config.sources import Effective
+from ..control.listener import check_place
 from .common import (
     Arguments,
     ConfigurationPage,
@@ -67,7 +68,8 @@ WIDTH = 100
 
 def add(commands: Group) -> None:
     json_too = flag("--json", "as JSON, sizes in bytes")
-    declare(commands, "check-config", run_check, CHECK, json_too, *configuration_options())
+    start = flag("--start", "also look whether this machine has what serve needs to start")
+    declare(commands, "check-config", run_check, CHECK, json_too, start, *configuration_options())
     actions = Group("config", CONFIG)
     commands.add_command(actions)
     file = click.Argument(["file"], type=click.Path(allow_dash=True), default="-")
@@ -76,12 +78,30 @@ def add(commands: Group) -> None:
 
 def run_check(arguments: Arguments) -> int:
     effective = accepted(configuration_sources(arguments))
+    if arguments.start:
+        check_start(effective.config)
     if arguments.json:
         values = effective.config.model_dump(mode="json")
         show({"keys": {name: {"value": values[name], "from": effective.origin[name]} for name in values}})
     else:
         print("\n".join(as_toml(effective)))
     return 0
+
+
+def check_start(config: DaemonConfig) -> None:
+    """Raise ConfigError, Unavailable or ImportError, with the cure, where serve would end at once.
+
+    Cores are not counted: an engine that asks may be bound to one, which its daemon is not.
+    """
+    from ..runtime import service  # noqa: F401  # the daemon's packages
+    from ..store.errors import StoreError
+    from ..store.joining import import_client
+
+    try:
+        import_client()
+        check_place(config.socket)
+    except StoreError as error:
+        raise Unavailable(str(error)) from None
 
 
 def run_init(arguments: Arguments) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import stat
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...shmring.wire.checks import shown
+from ...shmring.wire.control_socket import user_folder
 from ..config.model import ConfigError
-from ..config.sizes import parse_size
+from ..config.sizes import parse_size, whole_mib
 from .disk_watch import DiskWatch, room_bytes
 from .errors import StoreError
 
 MIN_DISK_BYTES, MAX_DISK_BYTES = 16 << 20, 1 << 50
+MIN_AUTO_BYTES = 1 << 30
 DISK_BUFFER_BYTES = 256 << 20  # all that Mooncake reads from a disk at a time goes through
 LOOK_MS = range(500, 60_000)  # Mooncake's default, and the longest
 BLOCKS_BYTES_S = 200_000_000  # of files that hold small values, at the rate at which Mooncake writes them
@@ -49,6 +52,22 @@ class DiskSpec:
         if not head.startswith("/") or ".." in Path(head).parts or "\0" in head:
             raise ConfigError(f"disk: directory should be absolute, without '..' and zeros: disk={shown(text)}")
         return cls(Path(head), size)
+
+
+@functools.cache  # a running daemon keeps its disk, whatever is free at a reload
+def automatic_disk() -> str | None:
+    """Return `disk = "auto"`, as DIR:SIZE: in the user's data folder, with a fifth of what is free there and what its
+    values take. None where no folder can be made, or a fifth is less than MIN_AUTO_BYTES."""
+    path = Path(user_folder("DATA"))
+    try:
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        there = path if path.exists() else path.parent
+        if not os.access(there, os.W_OK | os.X_OK):
+            return None
+        size_bytes = room_bytes(there, MAX_DISK_BYTES, occupied=there == path) // 5
+    except OSError:
+        return None
+    return f"{path}:{whole_mib(size_bytes)}" if size_bytes >= MIN_AUTO_BYTES else None
 
 
 class Disk:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .give_up import UNDER_WAY
 
-LIBRARIES = "on Debian install libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
+LIBRARIES = "as root: apt-get install -y libibverbs1 libcurl4 libnuma1"  # what Mooncake's own need
 
 
 class StoreError(Exception):

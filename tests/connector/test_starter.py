@@ -1,4 +1,4 @@
-"""Starting a daemon: its options and surroundings, its lines in the engine's log, its last words, the next start."""
+"""Starting a daemon: its options and surroundings, its log, its last words, the next start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         starts, script = tmp_path / "starts", tmp_path / "played.py"
         script.write_text(
             "import json, os, sys\n"
-            "if sys.argv[1] == 'check-config': sys.exit(0)\n"
+            "if sys.argv[1] == 'check-config':\n"
+            "    print(json.dumps({'keys': {'socket': {'value': sys.argv[-1][9:]}, 'disk': {'value': None}}}))\n"
+            "    sys.exit(0)\n"
             "seen = [sys.argv[1:], dict(os.environ), os.getpgid(0), os.getpid(), os.getppid()]\n"
             f"open({str(starts)!r}, 'a').write(json.dumps(seen) + chr(10))\n{body}\n"
         )
@@ -52,6 +54,7 @@ def test_the_daemon_gets_the_options_and_is_no_part_of_the_engine(play: Play, mo
     [(words, environ, group, pid, parent)] = eventually(lambda: starts_in(file))
     assert words == ["serve", "--disk=/x:1GiB", "--save-share=0.5", "--allow-uids=1,2", "--socket=/s"]
     assert {"CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET"} & environ.keys() == set()
+    assert environ["KVPREFETCHD_DISK"] == "auto"
     assert (environ["KVPREFETCHD_EXIT_IDLE_S"], environ["KVPREFETCHD_LOG_LEVEL"]) == ("10", "debug")
     assert group == pid
     assert parent != os.getpid()
@@ -86,23 +89,52 @@ def test_options_that_the_daemon_refuses_are_one_line(options: dict[str, Any], w
     assert "\n" not in str(caught.value)
 
 
-def test_its_lines_are_the_engines_and_its_last_words_are_an_error_once(
-    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_its_log_is_a_file_and_its_last_words_are_an_error_once(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """One daemon at a time, at most one start in AGAIN_S; Mooncake's lines, and the reason twice, are left out."""
+    """One daemon at a time, at most one start in AGAIN_S. Words are the daemon's own, not Mooncake's, nor of a log
+    before it; one that found another daemon there says nothing."""
     monkeypatch.setattr(starter, "AGAIN_S", 0.4)
-    lines = [json.dumps({"ts": "", "level": "warning", "event": "disk.small"}), "Mooncake"]
-    lines += [json.dumps({"ts": "", "level": "error", "event": "daemon.failed"}), "kvprefetchd: socket: no"]
-    file = play(f"print({chr(10).join(lines)!r})")
-    made, began = Starter({}, "/s"), time.monotonic()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    log = tmp_path / "kvprefetch/d.log"
+    log.parent.mkdir()
+    log.touch(0o600)
+    log.write_text("kvprefetchd: of another day\n")
+    lines = ["kvprefetchd: socket: another daemon is serving", "F1122 Mooncake"]
+    file = play(f"for line in {lines!r}: print(line)")
+    made, began = Starter({}, "/s/d.sock"), time.monotonic()
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.daemon"):
-        eventually(lambda: made.start() or len(starts_in(file)) >= 3)
-    assert time.monotonic() - began >= 0.8
-    said = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert {text for level, text in said if level == logging.WARNING} == {f"kvprefetchd: {lines[0]}"}
-    [error] = [text for level, text in said if level == logging.ERROR]
-    assert error.endswith("The last words: socket: no")
-    assert not any("Mooncake" in text or "daemon.failed" in text for _, text in said)
+        eventually(lambda: made.start() or len(starts_in(file)) >= 2)
+        assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+        for last, said in (
+            ("kvprefetchd: disk: no", "disk: no"),
+            ("F1122 Mooncake", "stopped or killed, or it crashed"),
+        ):
+            lines[:] = [json.dumps({"level": "warning", "event": "disk.small"}), last]
+            before = len(starts_in(play(f"for line in {lines!r}: print(line)")))
+            eventually(lambda: made.start() or len(starts_in(file)) >= before + 3)  # noqa: B023
+            [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+            assert said in error
+            assert error.endswith(f"Its log: {log}")
+            caplog.clear()
+    assert time.monotonic() - began >= 1.6
+    assert log.read_text().count("disk.small") >= 3
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_large_log_is_put_aside_at_a_start(play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(starter, "LOG_BYTES", 10)
+    monkeypatch.setattr(starter, "AGAIN_S", 0.0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = play("print('a line of some length')")
+    made = Starter({}, "/s/d.sock")
+    eventually(lambda: made.start() or len(starts_in(file)) >= 3)
+    eventually(lambda: sorted(each.name for each in (tmp_path / "kvprefetch").iterdir()) == ["d.log", "d.log.1"])
+
+
+def test_the_log_of_a_user_without_a_home_is_beside_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    assert starter.log_file("/tmp/kvprefetch-7/kvprefetchd.sock") == "/tmp/kvprefetch-7/kvprefetchd.log"
 
 
 def test_a_daemon_that_runs_is_not_started_again(play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,12 +152,10 @@ def test_a_daemon_that_runs_is_not_started_again(play: Play, monkeypatch: pytest
 
 
 def test_an_environment_without_the_daemons_packages_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = Starter({}, str(tmp_path / "s.sock"))
-    eventually(lambda: made.start() or "last words" in caplog.text, 30)
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "structlog is not installed here" in error
-    assert "pip install '.[daemon-cpu]'" in error
+    with pytest.raises(ValueError, match="structlog is not installed here") as caught:
+        Starter({}, str(tmp_path / "s.sock"))
+    assert "pip install '.[daemon-cpu]'" in str(caught.value)

@@ -145,7 +145,7 @@ def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> No
     )
     model = make_checkpoint(stranger.home / "models", TINY)
     vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
-    vllm = vllm.replace('"/var/lib/kv:100GiB"', f'"{stranger.home}/kv:1GiB","log_level":"info"')
+    vllm = vllm.replace('"start_daemon":true', '"start_daemon":{"log_level":"info"}')
     said = stranger.run(NEWCOMER.format(
         python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0], install=install, vllm=vllm,
     ), FIRST_S)  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> No
 # The environment of vLLM is the one that the tests have, without its kvprefetch. vLLM's build for CPUs has no `vllm
 # serve` (docs/tutorial.md).
 NEWCOMER = """
-export KVPREFETCHD_SOCKET=$HOME/s PORT={port}
+export PORT={port}
 export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
 {python} -m venv ~/engine
 echo {site} > $(~/engine/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
@@ -175,5 +175,5 @@ ask() {{
 ask && sleep 2
 curl -sSf -X POST localhost:$PORT/reset_prefix_cache
 ask && sleep 2
-~/engine/bin/kvprefetchd tail --event request.done vllm.log
+~/engine/bin/kvprefetchd tail --event request.done ~/.local/state/kvprefetch/kvprefetchd.log
 """

@@ -134,5 +134,5 @@ def test_a_master_without_its_libraries_names_the_packages(tmp_path: Path, monke
     broken.write_text("#!/bin/sh\necho error while loading shared libraries: libcurl.so.4: no such file\nexit 127\n")
     broken.chmod(0o755)
     monkeypatch.setattr(embedded, "master_program", lambda: str(broken))
-    with pytest.raises(StoreError, match=r"libcurl\.so\.4: no such file: on Debian install libibverbs1"):
+    with pytest.raises(StoreError, match=r"libcurl\.so\.4: no such file: as root: apt-get install -y libibverbs1"):
         EmbeddedMaster(1, None, structlog.get_logger()).start()
