@@ -86,7 +86,7 @@ class Epochs:
             epoch.tick(now_ns)
             if epoch.memory.worn_out:
                 self._shared.log.warning("engine.worn", engine=epoch.engine.engine_id, epoch=epoch.number)
-                over.append((epoch, Ending.STAGING_LOST))
+                over.append((epoch, Ending.ENGINE_WORN))
         if self._shared.store.is_open and not self._joined:
             self._joined = True
             self._shared.log.info("store.joined")

@@ -224,7 +224,7 @@ class Handshake:
                 epoch.memory.device.hang_up()
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:  # one of them died just now
-                self._log.debug("peer.lost", engine=epoch.engine.engine_id, error=str(error))
+                self._log.debug("peer.gone", engine=epoch.engine.engine_id, error=str(error))
                 self._dissolve(group, Ending.ENGINE_GONE)
             elif not group.waits_to_be_handed:
                 group.waits_to_be_handed = True

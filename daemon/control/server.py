@@ -123,7 +123,7 @@ class Control:
         except ProtocolError as error:
             self._connections.refuse(peer, str(error), final=True)
         except OSError as error:  # the process ended meanwhile
-            self._shared.log.debug("peer.lost", pid=peer.credentials.pid, error=str(error))
+            self._shared.log.debug("peer.gone", pid=peer.credentials.pid, error=str(error))
         self._leave(peer)
 
     def _leave(self, peer: Peer) -> None:

@@ -316,7 +316,7 @@ class EpochCalls:
         pools.link_share.ended(len(put.blocks) * size, result.stored * size, now - started_ns)
         pools.rates.saves.add(result.stored * size)
         if result.lost:
-            parts.log.warning("slots.lost", call="save", blocks=result.lost)
+            parts.log.warning("slots.quarantined", call="save", blocks=result.lost)
         parts.look_ups.leases.put([name for name, _ in put.blocks])
         if result.again:  # a store that is full of leases finds room once some of them end
             self._services.full_until_ns = now + self._services.config.lease_ns
@@ -329,7 +329,7 @@ class EpochCalls:
             parts.counters.add("saved_blocks", put.stored)
             parts.counters.add("saved_again_blocks", put.stored_before)
             parts.counters.add("present_blocks", put.present)
-            parts.counters.add("lost_saves", put.failed)
+            parts.counters.add("failed_saves", put.failed)
             if put.last:
                 save = put.save
                 parts.log.info(

@@ -80,7 +80,7 @@ class Fetches:
             if corrupt := outcome.count(ErrorClass.CORRUPT):
                 log.warning("store.corrupt", blocks=corrupt)
             if lost := outcome.count(ErrorClass.UNDER_WAY):
-                log.warning("slots.lost", call="fetch", blocks=lost)
+                log.warning("slots.quarantined", call="fetch", blocks=lost)
 
     def _overdue(self, order: Order, get: Get, asked_ns: int) -> None:
         now = self._services.clock_ns()

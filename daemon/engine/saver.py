@@ -216,6 +216,6 @@ class Saver:
         return {
             "save_slots": len(self._slots),
             "save_slots_busy": len(self._slots) - len(self._granted) - self._lost,
-            "save_slots_lost": self._lost,
+            "save_slots_quarantined": self._lost,
             "saves_queued": len(self._puts) + len(self._given_up) + (self._running is not None),
         }

@@ -316,7 +316,7 @@ class Blocks:
             "slots": self.slot_count,
             "slots_free": len(self._free),
             "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
-            "slots_lost": self.lost,
+            "slots_quarantined": self.lost,
             "slots_unused": sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns),
             "blocks_wasted": sum(self.wasted),
             "blocks_pinned": self.pinned,
@@ -350,7 +350,7 @@ class Blocks:
         assert self._index == dict(chain.from_iterable(pairs))
         assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
         gauges = self.gauges()
-        assert (gauges["slots_idle"], gauges["slots_lost"]) == (sum(map(len, idle)), len(gone))
+        assert (gauges["slots_idle"], gauges["slots_quarantined"]) == (sum(map(len, idle)), len(gone))
         for lane in Lane:
             staged = [run for run in runs if run.lane is lane and run.state is BlockState.STAGED]
             alone = [holders[slot][0] for run in staged for slot in run.slots if len(holders[slot]) == 1]

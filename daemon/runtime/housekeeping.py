@@ -73,7 +73,7 @@ class Housekeeping:
             rates |= {(path, window): rate for window, rate in known.items()}
         metrics.show("rate_bytes_per_second", rates)
         metrics.show_fill(shared.snapshot.fill)
-        metrics.reach("log_lost_lines", shared.snapshot.lost_lines)
+        metrics.reach("log_dropped_lines", shared.snapshot.dropped_lines)
         self._board.write({**shown, "outcomes": metrics.totals("requests")})
 
     def summary(self) -> str:

@@ -33,7 +33,7 @@ class Ending(enum.Enum):
     UNTOLD = "untold", "the engine gave the flag up, and its record did not come: the hint ring was full"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
-    STAGING_LOST = "staging_lost", "the epoch ended because half of its staging slots were lost (`engine.worn`)"
+    ENGINE_WORN = "engine_worn", "the epoch ended because half of its staging slots were quarantined (`engine.worn`)"
     ENGINE_CORRUPT = "engine_corrupt", "the engine's shared memory was corrupt, and the daemon detached it"
     DAEMON_FAULT = "daemon_fault", "the daemon failed for this engine, and detached it (`engine.fault`)"
     DAEMON_STOPPED = "daemon_stopped", "the daemon stopped first"
@@ -43,14 +43,14 @@ class Ending(enum.Enum):
 COMMON = ("ts", "level", "event", "run_id", "engine", "epoch", "suppressed")
 
 _NAMES = {
-    "debug": "peer.lost fetch.done copy.done store.retried master.retried master.said",
+    "debug": "peer.gone fetch.done copy.done store.retried master.retried master.said",
     "info": "daemon.ready daemon.idle daemon.stopping daemon.stopped config.read config.changed mode.switched"
     " peer.hello engine.attached engine.reset engine.detached request.done announcement.done device.ready save.done"
     " owner.back memory.freed name.back store.opened store.joined store.recovered store.closed disk.recovered"
     " master.started master.stopped",
-    "warning": "config.kept cores.few memory.short memory.held log.lost log.kept name.missing picture.hidden"
+    "warning": "config.kept cores.few memory.short memory.held log.dropped log.kept name.missing picture.hidden"
     " peer.refused peers.full engine.waiting engine.incomplete engine.worn engine.held record.bad"
-    " door.closed door.failed device.unpinned device.off call.overdue slots.lost owner.aside"
+    " door.closed door.failed device.unpinned device.off call.overdue slots.quarantined owner.aside"
     " mooncake.untried reads.blocking store.exposed rdma.absent store.degraded store.failed store.corrupt"
     " store.unreadable store.unflushed disk.small disk.mended disk.failing",
     "error": "daemon.failed config.invalid engine.refused engine.corrupt engine.fault job.failed master.died",

@@ -183,8 +183,8 @@ def tick(*, at_once: bool = False) -> int:
     for fault in take_faults():
         log.warning("log.kept", error=fault)
     if lost := writer.take_lost():
-        log.warning("log.lost", lost_lines=lost)
-    return writer.lost_lines
+        log.warning("log.dropped", dropped_lines=lost)
+    return writer.dropped_lines
 
 
 def finish() -> None:

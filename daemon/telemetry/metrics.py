@@ -84,14 +84,14 @@ CATALOGUE: dict[str, Described] = {
         "Requests whose first block that was not there had been stored, though the store evicted and removed none"
     ),
     "present_blocks": _counter("Blocks that were to be saved and were in the store already"),
-    "lost_saves": _counter("Blocks that were to be saved and were not"),
-    "kept_bytes": _counter("Bytes of staging that never return: their epoch had lost slots, which Mooncake may use"),
+    "failed_saves": _counter("Blocks that were to be saved and were not"),
+    "kept_bytes": _counter("Bytes of staging that never return: their epoch had quarantined slots"),
     "promoted_blocks": _counter("Staged blocks copied to device memory"),
     "device_blocks": _counter("Of the loaded blocks, those that engines loaded from device memory"),
     "memory_evicted_bytes": _counter("Bytes evicted from the embedded store's memory; their copies on disk stay"),
     "disk_evictions": _counter("How often the embedded store's disk made room, each time by one value or more"),
     "events": _counter("Log events of level warning and error, those held back included", ("event",)),
-    "log_lost_lines": _counter("Lines of the log that were lost: nobody read them, or a disk stood still"),
+    "log_dropped_lines": _counter("Lines of the log that were not written: nobody read them, or a disk stood still"),
     "push_to_seen_seconds": _histogram("From the engine's push of a hint until the daemon read it", buckets=FAST_S),
     "look_up_seconds": _histogram("From the hint read until the store answered the look-up"),
     "fetch_seconds": _histogram("From a fetch order to its result", _MEDIUM),
@@ -104,7 +104,7 @@ CATALOGUE: dict[str, Described] = {
     "engines": _gauge("Attached engines"),
     "staging_slots": _gauge(
         "Staging slots: free, idle (staged, held by nobody), pinned (by requests), stuck (a call may still write), "
-        "lost (Mooncake gave a fetch up that may still write; never used again)",
+        "quarantined (Mooncake gave a fetch up that may still write; never used again)",
         _ENGINE_USE,
     ),
     "unused_blocks": _gauge(
@@ -119,7 +119,9 @@ CATALOGUE: dict[str, Described] = {
     "fetch_orders": _gauge("Fetches in flight or waiting for a thread", _ENGINE, of="orders"),
     "save_slots": _gauge("Staging slots kept for saves", _ENGINE),
     "save_slots_busy": _gauge("Of these, with the saver", _ENGINE),
-    "save_slots_lost": _gauge("Of these, never used again: Mooncake gave a put up that may still read them", _ENGINE),
+    "save_slots_quarantined": _gauge(
+        "Of these, never used again: Mooncake gave a put up that may still read them", _ENGINE
+    ),
     "saves_queued": _gauge("Saves running or waiting", _ENGINE),
     "store_open": _gauge("1 when the store can be used"),
     "store_answering": _gauge("0 while the store is left alone, because whole calls failed"),
@@ -148,8 +150,17 @@ _VALUES = {
     "result": ANNOUNCED_RESULTS,
     "event": tuple(name for name, level in EVENTS.items() if level in ("warning", "error")),
 }
+# Names of the release before, exported for one release longer.
+FORMER = {
+    "lost_saves_total": "failed_saves_total",
+    "log_lost_lines_total": "log_dropped_lines_total",
+    "save_slots_lost": "save_slots_quarantined",
+}
 USES = {  # the number of an engine for each `use`
-    "staging_slots": {"pinned": "blocks_pinned", **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "lost")}},
+    "staging_slots": {
+        "pinned": "blocks_pinned",
+        **{use: f"slots_{use}" for use in ("free", "idle", "stuck", "quarantined")},
+    },
     "device_slots": {"all": "device_slots", "free": "device_slots_free"},
 }
 Labels = tuple[str, ...]
@@ -243,5 +254,12 @@ class Metrics:
         return {sample.labels[label[0]] if label else "": sample.value for sample in samples}
 
     def text(self) -> bytes:
-        """Return the exposition, in Prometheus' text format."""
-        return prometheus_client.generate_latest(self._registry)
+        """Return the exposition, in Prometheus' text format. Former names of metrics follow, untyped."""
+        text = prometheus_client.generate_latest(self._registry).decode()
+        former = [
+            line.replace(name, former, 1)
+            for former, name in FORMER.items()
+            for line in text.splitlines(keepends=True)
+            if line.startswith(PREFIX + name)
+        ]
+        return "".join([text, *former]).encode()

@@ -20,18 +20,16 @@ class Snapshot:
     fill: StoreFill | None = None  # how full the embedded store is
     missing: list[str] = field(default_factory=list)  # names that others removed (runtime/names.py)
     held: list[dict[str, int | str]] = field(default_factory=list)  # memory that could not be freed
-    lost_lines: int = 0  # of the log
+    dropped_lines: int = 0  # of the log
     lost_ns: int = -LOST_NS  # when the last one was lost
 
     def note_lost(self, lines: int, now_ns: int) -> None:
         """Enter how many lines of the log were lost since the start."""
-        if lines > self.lost_lines:
-            self.lost_lines, self.lost_ns = lines, now_ns
+        if lines > self.dropped_lines:
+            self.dropped_lines, self.lost_ns = lines, now_ns
 
     def log_fault(self, now_ns: int) -> str:
         """Say that lines of the log were lost within LOST_NS; "" where none were."""
         if now_ns - self.lost_ns >= LOST_NS:
             return ""
-        return (
-            f"lines of the log are lost: nobody reads it, or its disk stands still or is full: lines={self.lost_lines}"
-        )
+        return f"lines of the log are lost: nobody reads it, or its disk hangs or is full: lines={self.dropped_lines}"

@@ -166,7 +166,7 @@ class LogWriter:
         self._limit = limit_bytes
         self._lock = threading.Lock()
         self._waiting = bytearray()  # lines, the first one perhaps written in part
-        self.lost_lines = 0
+        self.dropped_lines = 0
         self._reported_lost = 0  # of these, by take_lost()
         self._gone = False
         self._poll = select.poll()
@@ -177,7 +177,7 @@ class LogWriter:
         data = line.encode(errors="replace") + b"\n"
         with self._lock:
             if self._gone or len(self._waiting) + len(data) > self._limit:
-                self.lost_lines += 1
+                self.dropped_lines += 1
             else:
                 self._waiting += data
             self._write_waiting()
@@ -203,7 +203,7 @@ class LogWriter:
         with self._lock:
             if self._waiting or self._gone:
                 return 0
-            lost, self._reported_lost = self.lost_lines - self._reported_lost, self.lost_lines
+            lost, self._reported_lost = self.dropped_lines - self._reported_lost, self.dropped_lines
         return lost
 
     def _write_waiting(self) -> None:
@@ -216,6 +216,6 @@ class LogWriter:
                 return
             except OSError:  # the reader is gone for good
                 self._gone = True
-                self.lost_lines += self._waiting.count(b"\n")
+                self.dropped_lines += self._waiting.count(b"\n")
                 count = len(self._waiting)
             del self._waiting[:count]

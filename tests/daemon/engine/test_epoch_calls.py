@@ -160,7 +160,7 @@ def test_a_call_that_begins_as_it_is_dropped_and_fails_is_a_failure(capsys: pyte
     call.run.keywords["get"].begun = True
     setup.calls.remove(call)
     call.finish([ErrorClass.UNDER_WAY] * 2)
-    assert "slots.lost" in capsys.readouterr().out
+    assert "slots.quarantined" in capsys.readouterr().out
     assert setup.epoch.counters["failed_blocks"] == 2
     setup.leave()
 

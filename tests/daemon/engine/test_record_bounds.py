@@ -114,7 +114,7 @@ def test_a_reset_ends_saves_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.epoch.gauges()["saves_queued"] > 0
     assert turns(engine) > 1
     assert engine.epoch.gauges()["saves_queued"] == 0
-    assert engine.epoch.counters["lost_saves"] == 4
+    assert engine.epoch.counters["failed_saves"] == 4
     assert engine.credits.available() == 4
 
 

@@ -99,7 +99,12 @@ def test_slots_that_a_put_may_still_read_are_never_granted_again() -> None:
     while setup.jobs:
         setup.end()
     assert setup.granted == [0, 2, 3, 5, 6, 7]
-    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "save_slots_lost": 2, "saves_queued": 0}
+    assert setup.saver.gauges() == {
+        "save_slots": 8,
+        "save_slots_busy": 0,
+        "save_slots_quarantined": 2,
+        "saves_queued": 0,
+    }
     setup.switch(False)
     setup.switch(True)
     assert len(setup.granted) == 6
@@ -120,7 +125,12 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     ]
     counts = setup.counts
     assert (counts["saved"], counts["present"], counts["lost"]) == (8, 0, 0)
-    assert setup.saver.gauges() == {"save_slots": 8, "save_slots_busy": 0, "save_slots_lost": 0, "saves_queued": 0}
+    assert setup.saver.gauges() == {
+        "save_slots": 8,
+        "save_slots_busy": 0,
+        "save_slots_quarantined": 0,
+        "saves_queued": 0,
+    }
 
 
 def test_what_is_stored_a_second_time_is_counted_unless_a_reset_came_between() -> None:

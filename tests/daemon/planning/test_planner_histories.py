@@ -224,7 +224,7 @@ class History:
         planner.check()
         assert planner.blocks.used == [0, 0]
         gauges = planner.gauges()
-        assert gauges["slots_lost"] == len(self.lost)
+        assert gauges["slots_quarantined"] == len(self.lost)
         assert gauges["slots_free"] + gauges["slots_idle"] == self.slots - len(self.lost)
         assert gauges["blocks_pinned"] == gauges["requests"] == gauges["orders"] == 0
 

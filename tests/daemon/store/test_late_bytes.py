@@ -125,8 +125,8 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
         clock.step_until(lambda: engine.flag(keys[0]).state != FlagState.HINTED, "the end of the fetch")
         assert engine.settled(keys[0]).count == 0
         engine.cancel(keys[0])
-        eventually(lambda: numbers(daemon, engine)["slots_lost"] == 4, what="the gauge")
-        lost = eventually(lambda: daemon.records("slots.lost"), what="the log's line")
+        eventually(lambda: numbers(daemon, engine)["slots_quarantined"] == 4, what="the gauge")
+        lost = eventually(lambda: daemon.records("slots.quarantined"), what="the log's line")
         assert {line["call"] for line in lost} == {"fetch"}
         few = list(fine)[: fetch_slots - 4]
         _, slots = claim(engine, few)
@@ -150,7 +150,7 @@ def test_bytes_that_come_late_never_come_into_a_slot_that_is_used_again(
             stopped.enter_context(frozen(pid))
         engine.save(blocks("saved", 2))
         eventually(lambda: running(daemon, "save"), what="the put")
-        clock.step_until(lambda: numbers(daemon, engine)["save_slots_lost"] == 2, "the end of the put")
+        clock.step_until(lambda: numbers(daemon, engine)["save_slots_quarantined"] == 2, "the end of the put")
     assert numbers(daemon, engine)["save_slots_busy"] == 0
     for each in (engine, worn, anew):
         each.close()

@@ -89,7 +89,7 @@ def test_a_reader_that_left_costs_nothing(pipe: tuple[int, int]) -> None:
         writer.write("nobody reads this")
     writer.drain(5)
     assert writer.take_lost() == 0, "nobody would read that line either"
-    assert writer.lost_lines == 1000
+    assert writer.dropped_lines == 1000
 
 
 def serve(tmp_path: Path, stdout: int, stderr: int | None = None) -> subprocess.Popen[bytes]:

@@ -204,8 +204,8 @@ def test_a_scrape_never_fails_while_engines_come_and_go() -> None:
 def test_what_another_part_counts_is_taken_over_and_does_not_fall() -> None:
     made = Metrics()
     for total, shown in ((5, 5), (7, 7), (2, 7), (3, 8)):  # it began anew in between
-        made.reach("log_lost_lines", total)
-        assert sample(made, "log_lost_lines_total") == shown
+        made.reach("log_dropped_lines", total)
+        assert sample(made, "log_dropped_lines_total") == shown
 
 
 LINE = {
@@ -238,10 +238,20 @@ def test_counters_take_a_request_in() -> None:
     assert first.totals()["loaded_blocks"] == 7, "each engine has its own for the status"
 
 
+def test_a_former_name_has_the_value_of_the_new_one() -> None:
+    """Dashboards and rules of the release before go on for one release."""
+    made = Metrics()
+    made.add("failed_saves", 3)
+    made.show("save_slots_quarantined", {("e",): 2})
+    assert sample(made, "lost_saves_total") == sample(made, "failed_saves_total") == 3
+    assert sample(made, "save_slots_lost", engine="e") == 2
+
+
 def test_every_metric_of_the_catalogue_is_exported_with_each_value_of_its_label_and_nothing_else() -> None:
     """A rate over the first count needs the zero before it."""
     families = {each.name: each for each in text_string_to_metric_families(Metrics().text().decode())}
-    ours = [name for name in families if name.startswith(metrics.PREFIX)]
+    former = {metrics.PREFIX + name for name in metrics.FORMER}
+    ours = [name for name in families if name.startswith(metrics.PREFIX) and name not in former]
     assert ours == [metrics.PREFIX + name for name in CATALOGUE]
     assert {each.labels["outcome"] for each in families["kvprefetchd_requests"].samples} == {e.value for e in Ending}
     assert {each.labels["tier"] for each in families["kvprefetchd_hit_blocks"].samples} == {"staging", "memory", "disk"}

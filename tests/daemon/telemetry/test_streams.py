@@ -40,7 +40,7 @@ def test_a_full_disk_loses_lines_joins_none_and_counts_them_when_there_is_room(t
         writer = LogWriter(1, limit_bytes=100_000)
         for i in range(5000):
             writer.write(f"{i:04} " + "x" * 94)
-        print(writer.take_lost(), writer.lost_lines, file=sys.stderr, flush=True)
+        print(writer.take_lost(), writer.dropped_lines, file=sys.stderr, flush=True)
         sys.stdin.readline()
         writer.drain(20)
         print(writer.take_lost(), file=sys.stderr, flush=True)
