@@ -114,15 +114,19 @@ class Claims:
         session: SchedulerSession,
         now_ns: int,
         own: RequestHints,
+        *,
+        early: bool = False,
     ) -> Handle | None:
         """Hint at `usable` blocks, of which the first ones are local. None when there is no flag or no room.
 
-        Without room the cost does not depend on the number of blocks.
+        Without room the cost does not depend on the number of blocks.  It counts nothing: with `early`, the scheduler
+        does not have the request yet, and this is another thread.
         """
         headers, session_id = request.trace_headers, request.session_id or own.session_id
         handle: Handle | None = session.producer.hint(
             HINT,
             PROTOCOL,
+            early,
             HINTED,
             (usable - local_blocks) * self._names,
             (usable * self._geometry.block_tokens + self.proof_tokens) // self.hash_tokens,
@@ -138,8 +142,6 @@ class Claims:
             NO_TRACE if headers is None else hints.trace_of(headers),
             session_digest(session_id) if session_id else NO_SESSION,
         )
-        if handle is not None:
-            self._counters["hints"] += 1
         return handle
 
     def drop(self, state: RequestState, session: SchedulerSession) -> None:
@@ -166,6 +168,7 @@ class Claims:
         if handle is None:
             self.drop(state, session)
             return False
+        self._counters["hints"] += 1
         self.dropped.pop(state.request.request_id, None)
         state.hint(handle, now_ns)
         return True

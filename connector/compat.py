@@ -13,6 +13,8 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # The series that the tests ran (`make test-vllm-versions`), the oldest first.
@@ -106,6 +108,25 @@ USED: Mapping[str, str] = {
     " resumable session_id skip_reading_prefix_cache"
     " status trace_headers",
 }
+
+
+NOT_EARLY = "this vLLM does not hand requests over before its scheduler has them: each hint is up to a step late"
+
+
+def engine_core() -> Any | None:
+    """Return vLLM's class whose `preprocess_add_request(request)` makes each request, on the thread that gets it."""
+    try:
+        found = getattr(importlib.import_module("vllm.v1.engine.core"), "EngineCore", None)
+    except ImportError:
+        return None
+    return found if callable(getattr(found, "preprocess_add_request", None)) else None
+
+
+def hands_over_early() -> bool:
+    """Whether the installed vLLM has `engine_core`'s method, without an import."""
+    spec = find_spec("vllm")
+    source = None if spec is None or spec.origin is None else Path(spec.origin).with_name("v1") / "engine" / "core.py"
+    return source is not None and source.is_file() and "def preprocess_add_request(" in source.read_text()
 
 
 def ray_reports_all_stages() -> bool:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import built, compat, fingerprint, geometry, groups, hellos, namespace, refusals, register, updates
+from . import built, compat, early, fingerprint, geometry, groups, hellos, namespace, refusals, register, updates
 from . import config as configuration
 from . import copies as copying
 from .adapter_reads import AdapterReads
@@ -101,6 +101,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side = side
             self.link = link
             link.start()
+            if self._settings.hint_on_arrival and self._geometry.loads and not early.install():
+                log.warning("kvprefetch: %s", compat.NOT_EARLY)
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -167,7 +169,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_side is not None:
-            self.scheduler_side.cache = PrefixCache(kv_cache_manager, self._geometry.groups)
+            cache = self.scheduler_side.early.cache = PrefixCache(kv_cache_manager, self._geometry.groups)
+            self.scheduler_side.cache = cache
 
     # vLLM calls the hooks below for every request or step, with cold caches: they guard themselves, as each call of a
     # Python function costs 2 to 3 us there.

@@ -56,6 +56,8 @@ def environment(arguments: argparse.Namespace) -> Iterator[Finding]:
     else:
         what = f"no test has run this vLLM: vllm={version} tried={compat.TRIED[0]} to {compat.TRIED[-1]}"
         yield "note", what, "the engine compares it with what the connector uses, and refuses in one line, or warns"
+    if not compat.hands_over_early():
+        yield "note", compat.NOT_EARLY, "tell us its version; all else is as with other releases"
     if not any(each.name == "kvprefetch" for each in metadata.entry_points(group="vllm.general_plugins")):
         yield "bad", "vLLM does not find the connector: the package has no entry point here", "pip install it again"
     chosen = os.environ.get("VLLM_PLUGINS")

@@ -26,6 +26,7 @@ class PrefixCache(LocalCache):
         # What vLLM appends to a digest for the key of a group's block.
         self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), group) for group in range(len(groups))]
         self._suffix = self._suffixes[groups.first_full]
+        self._dropped = 1 if groups.proof_tokens else 0  # the last block of a prefix, with drafts
 
     def tokens(self, request: Request) -> int:
         first = request.block_hashes[self._ratio - 1 : self._ratio]
@@ -34,6 +35,24 @@ class PrefixCache(LocalCache):
             return 0  # without the first block there is no prefix; vLLM's own look costs much more
         tokens: int = self._manager.get_computed_blocks(request)[1]
         return tokens
+
+    def guess(self, request: Request, most: int) -> int | None:
+        # vLLM evicts the last blocks of a prefix first, so where one is, those before it are.  Each look is one at a
+        # dictionary, at which other threads may look, too.
+        hashes, ratio, suffix = request.block_hashes, self._ratio, self._suffix
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        held, absent = 0, most
+        if not most or find(hashes[ratio - 1] + suffix) is None:
+            return 0
+        if len(self._suffixes) > 1:
+            return None
+        while held < absent:
+            middle = (held + absent) // 2
+            if find(hashes[(middle + 1) * ratio - 1] + suffix) is None:
+                absent = middle
+            else:
+                held = middle + 1
+        return max(0, held - self._dropped)
 
     def blocks(self) -> int:
         return len(self._pool.cached_block_hash_to_block)

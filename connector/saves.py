@@ -62,6 +62,10 @@ class LocalCache:
         """Tokens of the request that the cache holds."""
         return 0
 
+    def guess(self, request: Any, most: int) -> int | None:
+        """Return how many leading blocks of `most` it seems to hold, on any thread; None where that is not known."""
+        return 0
+
     def blocks(self) -> int:
         """Blocks that the cache holds at all."""
         return 0

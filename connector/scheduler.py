@@ -23,6 +23,7 @@ from . import hints
 from .adapters import Adapters
 from .claims import NOTHING, PENDING, Claims, Pass, Reply
 from .config import ConnectorConfig
+from .early import EarlyHints
 from .events import SavedBlocks
 from .geometry import Geometry
 from .guards import detaching
@@ -80,6 +81,7 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
+        self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
@@ -98,6 +100,8 @@ class SchedulerSide:
             if not self._mixed:
                 self._mixed = True
                 self.saves.forget_left()
+            return
+        if self.early.waiting and self._adopt(request):
             return
         geometry, claims, own, names = self._geometry, self.claims, NO_HINTS, None
         tokens, digests = request.num_prompt_tokens, request.block_hashes
@@ -123,7 +127,10 @@ class SchedulerSide:
                         usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
                     if local < usable:
                         handle = claims.push(request, digests, local, usable, session, now, own)
-                        full = session if handle is None else None
+                        if handle is None:
+                            full = session
+                        else:
+                            self.counters["hints"] += 1
             except SegmentCorrupt as error:
                 self.detach(error)
         self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle, now)
@@ -132,6 +139,21 @@ class SchedulerSide:
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0
+
+    def _adopt(self, request: Any) -> bool:
+        """Whether this request was hinted at before it came here, and that counts."""
+        self._usable_session()
+        try:
+            early = self.early.adopt(request, self._session)
+        except SegmentCorrupt as error:
+            self.detach(error)
+            return False
+        if early is None:
+            return False
+        self.counters["hints"] += 1
+        handle, tokens = early.handle, request.num_prompt_tokens
+        self.requests[request.request_id] = RequestState(request, True, tokens, handle.blocks, handle, early.hinted_ns)
+        return True
 
     def _ambiguous(self, request: Any) -> bool:
         """Whether its blocks in the engine's own cache may be those of a mixed prompt."""
@@ -272,6 +294,8 @@ class SchedulerSide:
             session = self._usable_session()
             while self.answered:
                 self.claims.withdraw(self.requests[self.answered.pop()])
+            if self.early.waiting:
+                self.early.forget(self._session, now)
             if self.uses.heals:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(session, self.cache, self.requests.values(), stale=stale)

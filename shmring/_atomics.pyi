@@ -58,6 +58,7 @@ class Handle(Generic[S]):
     cost_ns: int
     stopped: bool
     def look(self) -> Flag: ...
+    def adopt(self, now_ns: int, /) -> None: ...
     def claim(self, state: int, count: int, taken: int, start: int, stop: int, now_ns: int, /) -> array[int] | None: ...
 
 class Pusher:
@@ -77,6 +78,7 @@ class Pusher:
         self,
         kind: int,
         version: int,
+        early: int,
         state: int,
         items: int,
         count: int,

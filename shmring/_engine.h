@@ -47,11 +47,17 @@ PyObject *slots_of(Flags *self, Py_ssize_t index, Py_ssize_t start, Py_ssize_t s
 
 static inline Py_ssize_t pages_of(Py_ssize_t items) { return items / PAGE_ENTRIES + (items % PAGE_ENTRIES != 0); }
 
-/* Returns whether there are a flag and pages for so many items, as far as is known; -1 with an exception. */
+/* Returns whether there are a flag and pages for so many items, as far as is known; -1 with an exception.  It may run Python. */
 int has_flag(Flags *self, Py_ssize_t items);
 
-/* Takes a flag with pages for so many items. Returns its generation; 0 where there is none; -1 with an exception. */
-int64_t take(Flags *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index);
+/* Takes a flag, with as many pages as `lent` has places, which it fills.  Returns its generation; -1 with an exception; 0
+ * where another thread took what there was (*index is -1), or the flag that it took out is not FREE: for put_back.
+ * It runs no Python: with the GIL held since has_flag, it finds what that found.
+ */
+int64_t take(Flags *self, uint64_t state, PyObject *lent, Py_ssize_t *index);
+
+/* Gives a flag that is not FREE back, to be looked at again later; -1 with an exception. */
+int put_back(Flags *self, Py_ssize_t index);
 
 /* Raises SegmentCorrupt. */
 PyObject *corrupt(const char *format, ...);

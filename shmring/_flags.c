@@ -194,47 +194,53 @@ int has_flag(Flags *self, Py_ssize_t items)
     return room;
 }
 
-int64_t take(Flags *self, uint64_t state, Py_ssize_t items, Py_ssize_t *index)
+int64_t take(Flags *self, uint64_t state, PyObject *lent, Py_ssize_t *index)
 {
-    Py_ssize_t left, wanted = pages_of(items);
-    int room = has_flag(self, items);
-    if (room <= 0)
-        return room;
-    while ((left = PyList_Size(self->free)) > 0) {
-        *index = PyLong_AsSsize_t(PyList_GetItem(self->free, left - 1));
-        if ((*index == -1 && PyErr_Occurred()) || PyList_SetSlice(self->free, left - 1, left, NULL) < 0)
-            return -1;
-        int64_t generation = begin(self, *index, state);
-        if (generation < 0)
-            return -1;
-        if (generation == 0) {
-            PyObject *done = PyObject_CallMethod((PyObject *)self, "give_back", "n", *index);
-            Py_XDECREF(done);
-            if (done == NULL)
-                return -1;
-            continue;
-        }
-        Py_ssize_t pages = PyList_Size(self->pages);
-        PyObject *lent = PyList_GetSlice(self->pages, pages - wanted, pages);
-        if (lent == NULL || PyList_SetSlice(self->pages, pages - wanted, pages, NULL) < 0 ||
-            PyList_SetItem(self->tables, *index, lent) < 0)
-            return -1;
+    Py_ssize_t wanted = PyList_Size(lent), left = PyList_Size(self->free), pages = PyList_Size(self->pages);
+    *index = -1;
+    if (left == 0 || pages < wanted)
+        return 0;
+    *index = PyLong_AsSsize_t(PyList_GetItem(self->free, left - 1));
+    if ((*index == -1 && PyErr_Occurred()) || PyList_SetSlice(self->free, left - 1, left, NULL) < 0)
+        return -1;
+    int64_t generation = begin(self, *index, state);
+    if (generation <= 0)
         return generation;
-    }
-    return 0;
+    for (Py_ssize_t i = 0; i < wanted; i++)
+        if (PyList_SetItem(lent, i, Py_NewRef(PyList_GetItem(self->pages, pages - wanted + i))) < 0)
+            return -1;
+    if (PyList_SetSlice(self->pages, pages - wanted, pages, NULL) < 0 ||
+        PyList_SetItem(self->tables, *index, Py_NewRef(lent)) < 0)
+        return -1;
+    return generation;
+}
+
+int put_back(Flags *self, Py_ssize_t index)
+{
+    PyObject *done = index < 0 ? Py_NewRef(Py_None) : PyObject_CallMethod((PyObject *)self, "give_back", "n", index);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 static PyObject *Flags_take(Flags *self, PyObject *args)
 {
     Py_ssize_t index = 0, state, items;
+    int64_t generation = 0;
+    int room;
     if (!PyArg_ParseTuple(args, "nn", &state, &items))
         return NULL;
     if (state < 0 || state > STATES || items < 0)
         return PyErr_Format(PyExc_ValueError, "flag out of bounds: state=%zd items=%zd", state, items);
-    int64_t generation = take(self, (uint64_t)state, items, &index);
-    if (generation == 0)
+    PyObject *lent = PyList_New(pages_of(items));
+    if (lent == NULL)
+        return NULL;
+    while ((room = has_flag(self, items)) > 0 && (generation = take(self, (uint64_t)state, lent, &index)) == 0)
+        if (put_back(self, index) < 0)
+            generation = -1;
+    Py_DECREF(lent);
+    if (room == 0)
         Py_RETURN_NONE;
-    return generation < 0 ? NULL : Py_BuildValue("nL", index, (long long)generation);
+    return room < 0 || generation < 0 ? NULL : Py_BuildValue("nL", index, (long long)generation);
 }
 
 static PyMethodDef Flags_methods[] = {

@@ -1,6 +1,7 @@
 /* A flag that the engine holds, with its hint: what the scheduler's questions read and exchange, each in one call. */
 #include "_engine.h"
 
+enum { ADOPTED = 3 }; /* as in flags.py */
 /* Of a flag that this engine holds, as in wire/records.py. */
 enum { HINTED = 1, READY = 2, CLAIMED = 3, EXPIRED = 6 };
 
@@ -72,9 +73,23 @@ static PyObject *Handle_claim(Handle *self, PyObject *const *args, Py_ssize_t na
     return slots_of(self->flags, self->flag, (Py_ssize_t)n[START], (Py_ssize_t)n[STOP]);
 }
 
+static PyObject *Handle_adopt(Handle *self, PyObject *now_ns)
+{
+    uint64_t now = PyLong_AsUnsignedLongLong(now_ns);
+    _Atomic uint64_t *word = now == (uint64_t)-1 && PyErr_Occurred()
+                                 ? NULL
+                                 : written_word(self->flags->words, self->flag * WORDS_PER_LINE + ADOPTED);
+    if (word == NULL)
+        return NULL;
+    /* SYNC adopted: read as it is, orders nothing */
+    order_store_release(word, now);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef Handle_methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
     {"look", (PyCFunction)Handle_look, METH_NOARGS, "look() -> flag_type: the flag word, checked"},
+    {"adopt", (PyCFunction)Handle_adopt, METH_O, "adopt(now_ns): the scheduler has the request of this early hint"},
     {"claim", (PyCFunction)(void (*)(void))Handle_claim, METH_FASTCALL,
      "claim(state, count, taken, start, stop, now_ns) -> array('I') of slots, or None"},
     {NULL, NULL, 0, NULL},

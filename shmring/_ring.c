@@ -182,9 +182,9 @@ static uint8_t *put(uint8_t *at, uint64_t value, size_t bytes)
     return at + bytes;
 }
 
-enum { KIND, VERSION, STATE, ITEMS, COUNT, BLOCKS, LOCAL_BLOCKS, PROMPT_TOKENS, ARRIVAL_NS, NUMBERS };
-static const uint64_t number_max[NUMBERS] = {PADDING - 1,  255,         STATES, 1u << 30, 1u << 30, UINT32_MAX,
-                                             UINT32_MAX, UINT32_MAX, UINT64_MAX};
+enum { KIND, VERSION, EARLY, STATE, ITEMS, COUNT, BLOCKS, LOCAL_BLOCKS, PROMPT_TOKENS, ARRIVAL_NS, NUMBERS };
+static const uint64_t number_max[NUMBERS] = {PADDING - 1, 255, 1, STATES, 1u << 30, 1u << 30, UINT32_MAX, UINT32_MAX,
+                                             UINT32_MAX, UINT64_MAX};
 
 static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -226,48 +226,51 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     const char *name = name_of(args[ID], &name_bytes, &held);
     if (name == NULL)
         return NULL;
-    PyObject *result = NULL;
+    PyObject *result = NULL, *lent = PyList_New(wanted);
+    Handle *handle = PyObject_New(Handle, handle_type);
     uint64_t length = HINT_BYTES + (uint64_t)name_bytes + 4 * (uint64_t)wanted + (uint64_t)size * (uint64_t)count;
-    if (ring_words(self, &tail, &sleeping) < 0)
+    if (handle != NULL)
+        *handle = (Handle){.ob_base = handle->ob_base};
+    if (lent == NULL || handle == NULL || ring_words(self, &tail, &sleeping) < 0)
         goto end;
-    /* Without room the cost does not depend on the number of digests. */
-    int room = length > max_payload(self) ? 0 : fits(self, length);
-    room = room <= 0 ? room : has_flag(flags, (Py_ssize_t)n[ITEMS]);
-    if (room <= 0) {
-        result = room == 0 ? Py_NewRef(Py_None) : NULL;
-        goto end;
-    }
-    uint8_t *head = start_record(self, (uint32_t)length, (uint32_t)n[KIND]), *at = head + HINT_BYTES;
-    memcpy(at, name, (size_t)name_bytes);
-    uint8_t *pages = at + name_bytes;
-    at = pages + 4 * wanted;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *digest = PyList_GetItem(digests, i);
-        if (digest == NULL || Py_TYPE(digest) != &PyBytes_Type || Py_SIZE(digest) != size) {
-            PyErr_Format(PyExc_ValueError, "digests differ: number=%zd expected_bytes=%zd", i, size);
+    int64_t generation = 0;
+    uint8_t *head, *at, *pages;
+    do {
+        /* Without room the cost does not depend on the number of digests. */
+        int room = length > max_payload(self) ? 0 : has_flag(flags, (Py_ssize_t)n[ITEMS]);
+        /* One turn of the GIL from here to the publication: nothing runs Python, so no other thread pushes in between. */
+        room = room <= 0 ? room : fits(self, length);
+        if (room <= 0) {
+            result = room == 0 ? Py_NewRef(Py_None) : NULL;
             goto end;
         }
-        memcpy(at, PyBytes_AsString(digest), (size_t)size);
-        at += size;
-    }
-    /* Last: from here on nothing can fail but for want of memory, and then the flag would never be given back. */
-    int64_t generation = take(flags, n[STATE], (Py_ssize_t)n[ITEMS], &index);
-    if (generation <= 0) {
-        result = generation == 0 ? Py_NewRef(Py_None) : NULL;
-        goto end;
-    }
-    PyObject *lent = PyList_GetItem(flags->tables, index);
+        head = start_record(self, (uint32_t)length, (uint32_t)n[KIND]), at = head + HINT_BYTES;
+        memcpy(at, name, (size_t)name_bytes);
+        pages = at + name_bytes;
+        at = pages + 4 * wanted;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *digest = PyList_GetItem(digests, i);
+            if (digest == NULL || Py_TYPE(digest) != &PyBytes_Type || Py_SIZE(digest) != size) {
+                PyErr_Format(PyExc_ValueError, "digests differ: number=%zd expected_bytes=%zd", i, size);
+                goto end;
+            }
+            memcpy(at, PyBytes_AsString(digest), (size_t)size);
+            at += size;
+        }
+        /* Last: from here on nothing can fail but for want of memory, and then the flag would never be given back. */
+        generation = take(flags, n[STATE], lent, &index);
+        if (generation < 0 || (generation == 0 && put_back(flags, index) < 0))
+            goto end;
+    } while (generation == 0);
     for (Py_ssize_t i = 0; i < wanted; i++)
         pages = put(pages, PyLong_AsUnsignedLongMask(PyList_GetItem(lent, i)), 4);
-    head = put(put(put(put(head, n[VERSION], 2), (uint64_t)size, 2), (uint64_t)name_bytes, 2), (uint64_t)wanted, 2);
+    head = put(put(head, n[VERSION], 1), n[EARLY], 1);
+    head = put(put(put(head, (uint64_t)size, 2), (uint64_t)name_bytes, 2), (uint64_t)wanted, 2);
     head = put(put(put(head, (uint64_t)index, 4), n[BLOCKS], 4), n[LOCAL_BLOCKS], 4);
     head = put(put(head, (uint64_t)priority, 4), n[PROMPT_TOKENS], 4);
     head = put(put(head, (uint64_t)generation, 8), n[ARRIVAL_NS], 8);
     memcpy(head, PyBytes_AsString(args[TRACE]), TRACE_BYTES);
     memcpy(head + TRACE_BYTES, PyBytes_AsString(args[SESSION_DIGEST]), SESSION_BYTES);
-    Handle *handle = PyObject_New(Handle, handle_type);
-    if (handle == NULL)
-        goto end;
     *handle = (Handle){.ob_base = handle->ob_base,
                        .flags = (Flags *)Py_NewRef(flags),
                        .session = Py_NewRef(args[SESSION]),
@@ -276,10 +279,11 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
                        .blocks = (Py_ssize_t)n[BLOCKS],
                        .local_blocks = (Py_ssize_t)n[LOCAL_BLOCKS],
                        .generation = generation};
-    result = (PyObject *)handle;
-    if (publish_record(self, tail, sleeping, length) < 0)
-        Py_CLEAR(result);
+    if (publish_record(self, tail, sleeping, length) == 0)
+        result = Py_NewRef(handle);
 end:
+    Py_XDECREF(handle);
+    Py_XDECREF(lent);
     Py_XDECREF(held);
     return result;
 }
@@ -288,7 +292,7 @@ static PyMethodDef Pusher_methods[] = {
     {"push", (PyCFunction)(void (*)(void))Pusher_push, METH_FASTCALL, "push(kind, payload=b'') -> bool"},
     {"fits", (PyCFunction)Pusher_fits, METH_O, "fits(length) -> bool: whether such a payload can be pushed now"},
     {"hint", (PyCFunction)(void (*)(void))Pusher_hint, METH_FASTCALL,
-     "hint(kind, version, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, session, "
+     "hint(kind, version, early, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, session, "
      "flags, digests, request_id, priority, trace, session_digest) -> Handle, or None without a flag or room"},
     {NULL, NULL, 0, NULL},
 };

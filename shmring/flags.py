@@ -4,6 +4,7 @@ Flag word: generation (40 bits) | state (4) | count (20).  Every transition is a
 generation, so a late writer of an earlier use never wins.  State 0 is FREE; the protocol defines the others.
 
 Found word and disk word: generation (40 bits) | blocks (24).  A word of an earlier use reads as nothing.
+Adopted word: when the engine's scheduler took up the request of an early hint (CLOCK_MONOTONIC ns).
 
 A use of a flag has as many pages of slot table as its blocks need.  The engine chooses them among those of free flags
 and names them in the hint, so a page changes hands only while its flag is FREE.
@@ -18,8 +19,10 @@ and names them in the hint, so a page changes hands only while its flag is FREE.
 * SYNC copy: the copy visible with the entry.  The daemon copies a block to its second slot, fences, then writes the
   entry; the engine reads the entry, fences, then reads the slot.
 
-Entries are plain stores, so on each side one thread uses the flags of a segment.  tests/models/flag.pml and move.pml
-check this protocol under a weak memory model and show that each of these orders is needed.
+Entries are plain stores, so on each side one thread uses the flags of a segment.  The engine's other thread, which
+hints early, only takes FREE ones: `take` keeps the GIL, and `_collect` adds a flag to the free ones last.
+tests/models/flag.pml and move.pml check this protocol under a weak memory model and show that each of these orders is
+needed.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ GENERATION_SHIFT = COUNT_BITS + STATE_BITS
 _WORDS_PER_LINE = LINE_BYTES // 8
 _FOUND = 1  # word of the line: leading blocks that the store holds
 _DISK = 2  # word of the line: blocks fetched from disk for this use
+ADOPTED = 3  # word of the line: as _handle.c writes it
 _WORDS = {_FOUND: "found", _DISK: "disk"}
 _BLOCK_BITS = 24
 STATES = (1 << STATE_BITS) - 1
@@ -118,6 +122,11 @@ class FlagTable(Flags[Flag]):
         # SYNC flag: slot table and found word visible with the count
         # SYNC slots: slots read before they are given up
         return self._words.compare_exchange(index * _WORDS_PER_LINE, expected, desired) == expected
+
+    def adopted_ns(self, index: int) -> int:
+        """Daemon: when the engine's scheduler last took up a request with this flag, in whatever use of it."""
+        # SYNC adopted: read as it is, orders nothing
+        return self._words.load_acquire(index * _WORDS_PER_LINE + ADOPTED)
 
     def set_found(self, index: int, blocks: int) -> None:
         """Daemon: write the found blocks, before the exchange that publishes a count of them (SYNC flag)."""
@@ -196,10 +205,14 @@ class FlagAllocator(FlagTable):
 
     def _collect(self) -> None:
         for _ in range(min(len(self._returning), _LOOKS_PER_TAKE)):
-            index = self._returning.popleft()
+            try:
+                index = self._returning.popleft()
+            except IndexError:  # another thread looks, too
+                return
             if self.flag(index).state == FREE:
-                self._free.append(index)
-                self._free_pages += self.lent(index)
+                pages = self.lent(index)
                 self.lend(index, ())
+                self._free_pages += pages
+                self._free.append(index)
             else:
                 self._returning.append(index)

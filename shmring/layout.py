@@ -8,7 +8,7 @@
     +--------+--------+----------------------+--------+--------+------------------------+
     | hint ring            ring_bytes, a power of two                                   |   engine writes, daemon reads
     +------------------------------------------------------------------------------------+
-    | completion flags     flag_count lines of 64 bytes: flag, found and disk word      |   both, by compare-and-swap
+    | completion flags     flag_count lines of 64 bytes: flag, found, disk, adopted word |   both, by compare-and-swap
     +------------------------------------------------------------------------------------+
     | slot tables          page_count pages of 256 x uint32, lent to flags in use       |   daemon writes, engine reads
     +------------------------------------------------------------------------------------+

@@ -45,6 +45,10 @@ class Record(NamedTuple):
 class Producer(Pusher):
     """The right to push: one per ring, in the engine's scheduler process. `push`, `fits` and `hint` are in C.
 
+    Two threads of that process push: the scheduler's, and the one that hints early.  `push` and `hint` keep the GIL
+    from their look at the room until the record is published, and run no Python in between.  So records follow each
+    other as if one thread pushed them, which the model checks, too.  Without a GIL there is no early hint.
+
     `push(kind, payload)` appends one record and returns False when the ring is full; `fits(length)` tells whether a
     payload of so many bytes can be pushed now.  `push` raises ValueError for a record that never fits or a kind outside
     0..PADDING-1, and both raise SegmentCorrupt for an impossible head.  An exception leaves the ring as it was.

@@ -19,6 +19,7 @@ from ..planning.requests import Key, Publication
 
 MAX_EXCHANGES = 16  # tries; an honest engine rarely changes the flag between the daemon's load and its exchange
 LOOKS = 256  # at flags, in one search for orphans
+ADOPTED_WITHIN_NS = 30_000_000_000  # of an early hint's request, or it ends: the engine may never come to it
 UNCLAIMED = (FlagState.HINTED, FlagState.READY)
 GIVEN_UP = (FlagState.RELEASED, FlagState.CANCELLED)
 
@@ -40,6 +41,7 @@ class Channel:
         self._pages_in_use: set[int] = set()
         self._given_up: set[Key] = set()  # by engines, at the last look at each
         self._to_look_at: deque[int] = deque()  # flags
+        self._early: dict[Key, int] = {}  # when the early hints of unended requests were pushed, the oldest first
 
     def close(self) -> None:
         del self.ring, self.table, self.credits, self.liveness
@@ -103,6 +105,15 @@ class Channel:
                 self._given_up.add(key)
         return found
 
+    def forsaken(self, now_ns: int) -> list[Key]:
+        """End the flags of early hints whose request the engine's scheduler did not get in time; return these."""
+        found = list[Key]()
+        while self._early and now_ns - (since_ns := self._early[key := next(iter(self._early))]) > ADOPTED_WITHIN_NS:
+            del self._early[key]
+            if self.table.adopted_ns(key[0]) < since_ns and self.expire(key):
+                found.append(key)
+        return found
+
     def _move(self, key: Key, states: tuple[FlagState, ...], desired: int) -> bool:
         flag, generation = key
         for _ in range(MAX_EXCHANGES):
@@ -148,6 +159,8 @@ class Channel:
         self._lent[hint.flag] = hint.generation, hint.pages
         self._pages_in_use.update(hint.pages)
         self.table.lend(hint.flag, hint.pages)
+        if hint.early:
+            self._early[hint.flag, hint.generation] = hint.arrival_ns
 
     def _end(self, key: Key) -> bool:
         """Take the pages back: the request has ended."""
@@ -156,6 +169,7 @@ class Channel:
         if lent == generation:
             del self._lent[flag]
             self._given_up.discard(key)
+            self._early.pop(key, None)
             self._pages_in_use.difference_update(pages)
         return True
 

@@ -132,6 +132,9 @@ class Epoch(Caller):
         # A record that waits in the ring may say how a request ended.
         for key in self.channel.orphans() if not self.channel.ring.waiting else ():
             self._finish(key, Ending.UNTOLD)
+        for key in self.channel.forsaken(now_ns):
+            if (request := self.planner.finish(key)) is not None:
+                self._write(request, Ending.FORSAKEN)
         self._calls.answer(parts.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
         for key in parts.ahead.late(now_ns):

@@ -31,6 +31,7 @@ class Ending(enum.Enum):
     LOST = "lost", "the engine gave the hint up: a reset voided it"
     # The daemon finds these.
     UNTOLD = "untold", "the engine gave the flag up, and its record did not come: the hint ring was full"
+    FORSAKEN = "forsaken", "its early hint came, and the scheduler did not get the request within 30 s"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"
     ENGINE_WORN = "engine_worn", "the epoch ended because half of its staging slots were quarantined (`engine.worn`)"

@@ -80,9 +80,9 @@ class Outcome(enum.IntEnum):
 
 
 # As Pusher.hint writes it (shmring/_ring.c); test_hint_in_c.py compares both.
-# version, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
+# version, early, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
 # arrival ns, trace id and parent span id, digest of the session's id
-HINT_HEAD = struct.Struct("<BxHHHIIIiIQQ24s16s")
+HINT_HEAD = struct.Struct("<BBHHHIIIiIQQ24s16s")
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
@@ -100,7 +100,8 @@ class Hint(NamedTuple):
     Times are CLOCK_MONOTONIC nanoseconds.  `pages` of the segment are the flag's slot table, as many as entries for all
     blocks that are not local would need, in every KV group; the entries are those of the blocks to load, group by
     group.  `trace`: the request's place in a trace, as W3C's Trace Context has it: 16 bytes of trace id and 8 of the
-    parent span's; zeros without one.  `session`: as `session_digest` has it; zeros without one.
+    parent span's; zeros without one.  `session`: as `session_digest` has it; zeros without one.  `early`: the scheduler
+    does not have the request yet; it says when it does (Handle.adopt).
     """
 
     flag: int
@@ -116,6 +117,7 @@ class Hint(NamedTuple):
     pages: Sequence[int]
     trace: bytes = NO_TRACE
     session: bytes = NO_SESSION
+    early: bool = False
 
 
 class Ask(NamedTuple):
@@ -191,8 +193,8 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record, whose engine may write to it meanwhile. Raises ProtocolError."""
-    fields = _unpack(HINT_HEAD, payload)
-    _, hash_bytes, id_bytes, page_count, flag, blocks, local, priority, tokens, generation, arrival, *origin = fields
+    _, early, hash_bytes, id_bytes, page_count, *numbers, trace, session = _unpack(HINT_HEAD, payload)
+    flag, blocks, local, priority, tokens, generation, arrival = numbers
     pages_at = HINT_HEAD.size + id_bytes
     hashes_at = pages_at + 4 * page_count
     size = len(payload) - hashes_at
@@ -205,7 +207,8 @@ def decode_hint(payload: memoryview) -> Hint:
         name = "".join(each if each.isprintable() else "?" for each in name)
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = bytes(payload[hashes_at:])
-    return Hint(flag, generation, name, blocks, local, priority, tokens, arrival, hash_bytes, hashes, pages, *origin)
+    place = flag, generation, name, blocks, local, priority, tokens, arrival
+    return Hint(*place, hash_bytes, hashes, pages, trace, session, bool(early))
 
 
 def encode_ask(ask: Ask) -> bytes:

@@ -257,6 +257,9 @@ class FakeCache(LocalCache):
         self.looks += 1
         return self.hits.get(request.request_id, 0)
 
+    def guess(self, request: Any, most: int) -> int | None:
+        return min(most, self.hits.get(request.request_id, 0) // BLOCK)
+
     def blocks(self) -> int:
         return self.count
 
@@ -298,7 +301,7 @@ class Engine:
         link: Any = self.link
         adapters = Adapters(geometry.world_size, **known)
         self.side = SchedulerSide(config, geometry, link, clock=self.clock, publish=publish, adapters=adapters)
-        self.side.cache = self.cache
+        self.side.cache = self.side.early.cache = self.cache
         # Hooks that do more than to call the scheduler side.
         self.hooks = KVPrefetchConnector.__new__(KVPrefetchConnector)
         self.hooks.scheduler_side = self.side

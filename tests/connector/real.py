@@ -176,7 +176,14 @@ class RealEngine:
     # --- what a client does -------------------------------------------------------------------------------------------
 
     def add(self, name: str, prompt: Sequence[int] | int | None, out: int = 3, **options: Any) -> Request:
-        """A new request; a number is a prompt of so many tokens of its own, and None one of `prompt_embeds`."""
+        """A new request, as in `request`."""
+        request = self.request(name, prompt, out, **options)
+        self.tokens.setdefault(name, [])
+        self.scheduler.add_request(request)
+        return request
+
+    def request(self, name: str, prompt: Sequence[int] | int | None, out: int = 3, **options: Any) -> Request:
+        """vLLM's own; a number is a prompt of so many tokens of its own, and None one of `prompt_embeds`."""
         tokens = (
             [(zlib.crc32(name.encode()) + i) % 1000 + 10 for i in range(prompt)]
             if isinstance(prompt, int)
@@ -184,10 +191,7 @@ class RealEngine:
         )
         params = SamplingParams(max_tokens=out, ignore_eos=True, **options.pop("sampling", {}))
         params.update_from_generation_config({}, STOP_TOKEN)
-        request = Request(name, tokens, params, None, block_hasher=self._hasher, **options)
-        self.tokens.setdefault(name, [])
-        self.scheduler.add_request(request)
-        return request
+        return Request(name, tokens, params, None, block_hasher=self._hasher, **options)
 
     def stage(self, name: str, blocks: int | None = None) -> None:
         """Everything of the request's hint, or its first blocks, is there."""

@@ -7,6 +7,9 @@
  *
  * A line holds (position + 1) * 4 + kind, so that a line of another lap, or of before, never looks right.
  *
+ * With -DTHREADS=2 two threads of one process push.  What they know of the ring is one object, and each push is one turn of
+ * the lock that orders Python's threads (the GIL): the next thread has it only when the one before has stored everything.
+ *
  * Checked: every record is taken once, whole, in order; nobody waits for a bell that nobody rings (an invalid end state); with
  * -DCRASH the producer dies at any point and the consumer takes all published records, whole, and ends.
  * Mutations, each of which must make the check fail: the names M_* below (tests/models/test_models.py).
@@ -17,6 +20,13 @@
 #endif
 #ifndef CRASH
 #define CRASH 0
+#endif
+
+#ifdef M_NO_GIL
+#define THREADS 2
+#endif
+#ifndef THREADS
+#define THREADS 1
 #endif
 
 #define ONE 0 /* a record of one line */
@@ -80,14 +90,33 @@ inline write_record()
 /* SYNC head: record space free in push (acquire load) */
 #define LOAD_HEAD atomic { tail + pad + length - HEAD <= CAP -> head = HEAD }
 
-active proctype producer()
+/* what the producer's threads share */
+byte tail, head, length, pad, pushed;
+bool written, gil;
+
+#if THREADS == 1
+#define TAKE_GIL skip
+#define DROP_GIL skip
+#else
+#ifdef M_NO_GIL
+#define TAKE_GIL skip
+#else
+#define TAKE_GIL atomic { !gil -> gil = true }
+#endif
+#define DROP_GIL atomic { P_DRAINED -> gil = false }
+#endif
+
+active [THREADS] proctype producer()
 {
-    byte tail, head, length, pad, pushed;
-    bool written;
     do
-    :: pushed == RECORDS -> break
+    :: pushed >= RECORDS -> break
     :: else ->
         MAYDIE;
+        TAKE_GIL;
+        if
+        :: pushed >= RECORDS -> DROP_GIL; break
+        :: else
+        fi;
         if
         :: length = 1
         :: length = 2
@@ -132,7 +161,8 @@ active proctype producer()
         fi;
         pushed++;
         length = 0;
-        pad = 0
+        pad = 0;
+        DROP_GIL
     od;
     goto done;
 died:
@@ -147,7 +177,7 @@ done:
 
 active proctype consumer()
 {
-    byte head, tail, next, value, taken;
+    byte at, limit, next, value, taken;
     bool last;
     do
     :: taken == RECORDS -> break
@@ -155,14 +185,14 @@ active proctype consumer()
         last = gone;
         /* SYNC tail: record content visible in peek (acquire load) */
         atomic {
-            tail = TAIL;
+            limit = TAIL;
 #ifndef M_TAIL_ACQUIRE
             seen[0] = line[0]; seen[1] = line[1]; seen[2] = line[2]; seen[3] = line[3]
 #endif
         };
         if
-        :: tail == head && last -> break
-        :: tail == head && !last -> /* look again, or sleep */
+        :: limit == at && last -> break
+        :: limit == at && !last -> /* look again, or sleep */
             if
             :: true
             :: true ->
@@ -175,7 +205,7 @@ active proctype consumer()
 #ifdef M_NO_SECOND_LOOK
                 :: true ->
 #else
-                :: TAIL == head ->
+                :: TAIL == at ->
 #endif
                     atomic { bell || gone -> bell = false }
 #ifndef M_NO_SECOND_LOOK
@@ -185,20 +215,20 @@ active proctype consumer()
                 atomic { c_sleeping = true; c_sleeping_value = false }
             fi
         :: else ->
-            LOAD_LINE(value, head);
-            assert(value / 4 == head + 1);
-            next = head;
+            LOAD_LINE(value, at);
+            assert(value / 4 == at + 1);
+            next = at;
             if
             :: value % 4 == PAD ->
-                next = head + CAP - head % CAP;
-                assert(next < tail);
+                next = at + CAP - at % CAP;
+                assert(next < limit);
                 LOAD_LINE(value, next);
                 assert(value / 4 == next + 1)
             :: else
             fi;
             assert(value % 4 == ONE || value % 4 == TWO);
             next = next + 1 + value % 4;
-            assert(next <= tail);
+            assert(next <= limit);
             /* The payload is read after the header, from the record's last line; then the space is given back.
              * SYNC head: record space free in push (release store) */
 #ifdef M_HEAD_RELEASE
@@ -211,13 +241,13 @@ active proctype consumer()
             STORE_HEAD;
 #endif
             assert(value / 4 == next && (value % 4 == ONE || value % 4 == BODY));
-            head = next;
+            at = next;
             taken++
         fi;
         value = 0;
         next = 0;
-        tail = 0
+        limit = 0
     od;
     assert(CRASH || taken == RECORDS);
-    assert(!CRASH || taken == RECORDS || TAIL == head)
+    assert(!CRASH || taken == RECORDS || TAIL == at)
 }

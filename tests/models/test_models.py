@@ -61,15 +61,22 @@ def check(folder: Path, model: str, *defines: str, optimise: str = "-O0") -> Ver
     [
         ("ring", "RECORDS=6", 100_000),
         ("ring", "CRASH=1", 100_000),
+        ("ring", "THREADS=2 -DRECORDS=4", 100_000),
         ("flag", "GENERATIONS=3", 100_000),
         ("move", "GENERATIONS=9", 6_000),
     ],
-    ids=["the ring and its bell", "the ring when its producer dies", "a flag and its slots", "a second slot"],
+    ids=[
+        "the ring and its bell",
+        "the ring when its producer dies",
+        "the ring of two threads",
+        "a flag and its slots",
+        "a second slot",
+    ],
 )
 def test_the_model_holds_in_every_state(
     tmp_path: Path, model: str, define: str, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict = check(tmp_path, model, define, optimise="-O2")
+    verdict = check(tmp_path, model, *define.split(" -D"), optimise="-O2")
     assert verdict.error is None, verdict.output
     assert verdict.states > least, "a model this small would show nothing"
     with capsys.disabled():

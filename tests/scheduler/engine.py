@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.early import ADOPTED_WITHIN_NS, hand_over
 from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
 from tests.scheduler.oracle import ON_PURPOSE, Oracle
@@ -76,6 +78,9 @@ class Engine:
         self._late_aborts: list[str] = []
         self._batches: deque[Any] = deque()
         self._names = itertools.count()
+        # Requests that the input thread has made: turns of the loop until the scheduler gets each, and the request.
+        self._input: list[tuple[int, Any]] = []
+        self._lags = random.Random(0)
         self.logged = _Errors()
         config = vllm_config(shape, self.prefix, None if site is None else site.daemon.socket)
         drafts = DRAFTS if shape.drafts else 0
@@ -129,9 +134,30 @@ class Engine:
         session = session and not self.shape.drafts and not (self.shape.has_states and self.shape.queue > 2)
         self.requests[name] = Sent(name, [tokens], out, session, self.workers.weights, not self._stale)
         options |= {"resumable": session, "arrival_time": float(len(self.requests))}
-        self.scheduler.add_request(make_request(name, tokens, out, **options))
+        request = make_request(name, tokens, out, **options)
         self.counts["requests"] += 1
+        lag = self._lags.randrange(6) if self.site is not None and self.shape.early else 0
+        if not lag:
+            self.scheduler.add_request(request)
+            return name
+        thread = threading.Thread(target=hand_over, args=(self.scheduler.connector, request))
+        thread.start()
+        self._input.append((lag - 1, request))
+        thread.join()
+        self.counts["early"] += request in self.side.early.waiting
+        if self._lags.random() < 0.1:  # vLLM rejects it, or another one of its id is on its way
+            self._input.pop()
+            del self.requests[name]
+            self.counts["rejected"] += 1
         return name
+
+    def _take_input(self) -> None:
+        due = [request for lag, request in self._input if lag <= 0]
+        self._input = [(lag - 1, request) for lag, request in self._input if lag > 0]
+        for request in due:
+            sent = self.requests[request.request_id]
+            sent.weights, sent.comparable = self.workers.weights, not self._stale
+            self.scheduler.add_request(request)
 
     def feed(self, name: str, tokens: list[int] | None) -> None:
         """The next chunk of a session, or its end."""
@@ -226,6 +252,10 @@ class Engine:
 
     def step(self) -> bool:
         """One turn of the engine's loop; False when it has nothing to do."""
+        waiting = bool(self._input)
+        self._take_input()
+        if waiting and not (self.scheduler.has_requests() or self._batches):
+            return True
         if not (self.scheduler.has_requests() or self._batches):
             return False
         if self.site is not None and self.shape.settled:
@@ -305,8 +335,13 @@ class Engine:
                 if sent.session and not sent.ended:
                     self.feed(sent.name, None)
             if not self.step():
-                return
+                break
             assert time.monotonic() < deadline, f"the engine does not come to rest: {self.scheduler.requests.keys()}"
+
+        if self.site is not None:  # as if the scheduler had not got the rejected ones for long
+            early, session = self.side.early, self.link.session
+            self.counts["forsaken"] += len(early.waiting)
+            early.forget(session, time.monotonic_ns() + 2 * ADOPTED_WITHIN_NS)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

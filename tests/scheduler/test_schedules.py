@@ -28,6 +28,8 @@ COVERED = (
     "chunks",
     "drafts",
     "detaches",
+    "early",
+    "forsaken",
 )
 
 

@@ -31,7 +31,7 @@ class Held:
         self.engine = FlagAllocator(self.control.buffer, self.control.words, self.control.layout)
         self.daemon = FlagTable(self.control.buffer, self.control.words, self.control.layout)
         producer = self.control.producer()
-        numbers = (int(RecordKind.HINT), PROTOCOL, HINTED, BLOCKS, BLOCKS, BLOCKS, 0, 99, 5)
+        numbers = (int(RecordKind.HINT), PROTOCOL, 0, HINTED, BLOCKS, BLOCKS, BLOCKS, 0, 99, 5)
         digests = [bytes([number]) * 8 for number in range(BLOCKS)]
         handle = producer.hint(*numbers, "session", self.engine, digests, "request", 0, NO_TRACE, NO_SESSION)
         assert handle is not None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ class Side:
         fields: dict[str, Any] = {
             "kind": KIND,
             "version": PROTOCOL,
+            "early": 0,
             "state": HINTED,
             "items": len(digests),
             "count": len(digests),
@@ -63,14 +67,18 @@ class Side:
         } | changes
         return self.producer.hint(*fields.values())
 
-    def taken(self) -> bytes | None:
+    def taken_any(self) -> tuple[int, bytes] | None:
         record = self.consumer.peek()
         if record is None:
             return None
-        assert record.kind == KIND
-        payload = bytes(record.payload)
+        found = record.kind, bytes(record.payload)
         self.consumer.advance()
-        return payload
+        return found
+
+    def taken(self) -> bytes | None:
+        record = self.taken_any()
+        assert record is None or record[0] == KIND
+        return None if record is None else record[1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -217,6 +225,84 @@ def test_an_impossible_head_is_reported_and_takes_no_flag() -> None:
         with pytest.raises(SegmentCorrupt, match="ring head is impossible"):
             use()
     assert side.table.load(0) == 0
+
+
+class Interrupted(FlagAllocator):
+    """Where a hint runs Python, another thread may push: here it does, a record of `pushed` bytes."""
+
+    pushed = 0
+    push: Any
+
+    def room(self, blocks: int) -> bool:
+        answer = super().room(blocks)
+        self.push(1, bytes(self.pushed))
+        return answer
+
+    def give_back(self, index: int) -> None:
+        super().give_back(index)
+        self.push(1, bytes(self.pushed))
+
+
+def interrupted(pushed: int) -> Side:
+    side = Side()
+    table = Interrupted(side.control.buffer, side.control.words, side.control.layout)
+    table.push, table.pushed, side.table = side.producer.push, pushed, table
+    return side
+
+
+def test_a_hint_looks_for_room_after_another_thread_pushed() -> None:
+    side = interrupted(pushed=1500)
+    taken = [side.hint([bytes(8)]) for _ in range(side.control.layout.flag_count)]
+    for handle in filter(None, taken):
+        word = side.table.load(handle.flag)
+        assert side.table.exchange(handle.flag, word, pack(1, FREE, 0))
+        side.table.give_back(handle.flag)
+    while side.taken_any():
+        pass
+    while side.producer.fits(1500 + 400):  # until there is room for the other thread's record, or for the hint
+        side.producer.push(1, bytes(300))
+    side.hint([bytes([number]) * 8 for number in range(24)])
+    while side.taken_any():  # a record that went over unread ones is SegmentCorrupt
+        pass
+
+
+def test_a_hint_writes_its_record_after_another_thread_pushed() -> None:
+    side = interrupted(pushed=100)
+    side.table.exchange(0, 0, pack(7, FlagState.CLAIMED, 3))
+    handle = side.hint([bytes(8)], early=1)
+    assert handle is not None
+    first, second = side.taken_any(), side.taken_any()
+    assert first is not None
+    assert second is not None
+    assert (first[0], second[0]) == (1, KIND)
+    assert decode_hint(memoryview(second[1])).early
+
+
+def test_two_threads_push_records_that_follow_each_other() -> None:
+    side, count, done = Side(flag_count=16), 3000, []
+    interval = sys.getswitchinterval()
+
+    def push(kind: int) -> None:
+        for number in range(count):
+            while not side.producer.push(kind, number.to_bytes(4, "little") * (1 + number % 40)):
+                time.sleep(0)
+        done.append(kind)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=push, args=(kind,)) for kind in (1, 2)]
+        for each in threads:
+            each.start()
+        found: dict[int, list[int]] = {1: [], 2: []}
+        while len(done) < 2 or side.consumer.waiting:
+            if (record := side.taken_any()) is not None:
+                assert record[1] == record[1][:4] * (len(record[1]) // 4)
+                found[record[0]].append(int.from_bytes(record[1][:4], "little"))
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {1: list(range(count)), 2: list(range(count))}
 
 
 def test_only_a_hint_makes_a_handle() -> None:

@@ -111,7 +111,7 @@ def sync_names() -> dict[str, Counter[str]]:
 
 def test_every_order_stands_at_both_ends_in_the_same_words() -> None:
     names = sync_names()
-    known = "tail head sleep flag slots claim copy credit taken gone state beat dropped"
+    known = "tail head sleep flag slots claim copy credit taken gone state beat dropped adopted"
     assert set(names) == set(known.split())
     for name, words in names.items():
         assert len(words) == 1, f"SYNC {name} is worded differently at its ends: {list(words)}"

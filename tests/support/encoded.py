@@ -11,6 +11,7 @@ def encode_hint(hint: Hint) -> bytes:
     name = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
     head = HINT_HEAD.pack(
         PROTOCOL,
+        hint.early,
         hint.hash_bytes,
         len(name),
         len(hint.pages),

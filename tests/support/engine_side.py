@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditTaker
-from kvprefetch.shmring.flags import Flag, FlagAllocator, pack, unpack
-from kvprefetch.shmring.layout import Layout
+from kvprefetch.shmring.flags import ADOPTED, Flag, FlagAllocator, pack, unpack
+from kvprefetch.shmring.layout import LINE_BYTES, Layout
 from kvprefetch.shmring.liveness import Liveness
 from kvprefetch.shmring.ring import Producer
 from kvprefetch.shmring.wire import records
@@ -113,6 +113,7 @@ class EngineSide:
         pages: Sequence[int] = (),
         names: int | None = None,
         session: bytes = records.NO_SESSION,
+        early: bool = False,
     ) -> Key:
         """Push a hint in a free flag, or in the flag and generation of `key`, then with `pages` or its number.
 
@@ -127,7 +128,7 @@ class EngineSide:
         size, tokens = len(digests[0]), BLOCK_TOKENS * len(digests) + 1
         now, hashes = time.monotonic_ns(), b"".join(digests)
         hint = records.Hint(*key, name, len(digests), local, 0, tokens, now, size, hashes, self.table.lent(key[0]))
-        self.push(RecordKind.HINT, encode_hint(hint._replace(session=session)))
+        self.push(RecordKind.HINT, encode_hint(hint._replace(session=session, early=early)))
         return key
 
     def ask(self, key: Key, *, stop: bool = False) -> None:
@@ -147,6 +148,11 @@ class EngineSide:
 
     def flag(self, key: Key) -> Flag:
         return self.table.flag(key[0])
+
+    def adopted(self, flag: int, now_ns: int) -> None:
+        """The scheduler has the request of an early hint."""
+        first = self.layout.flags_offset // 8
+        self.words.store_release(first + flag * LINE_BYTES // 8 + ADOPTED, now_ns)
 
     def settled(self, key: Key, timeout_s: float = 10.0) -> Flag:
         """Wait for an answer and return the flag."""

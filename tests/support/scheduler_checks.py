@@ -40,6 +40,7 @@ def held(side: SchedulerSide) -> list[str]:
     """Name all that is held; [] when nothing goes on."""
     found: dict[str, Collection[Any]] = {
         "requests": side.requests,
+        "early hints": side.early.waiting,
         "requests with unsaved blocks": side.saves.unsaved,
         "loads": side.loads.running,
         "saves": side.saves.waiting,

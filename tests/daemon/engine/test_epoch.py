@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvprefetch.daemon.engine.channel import ADOPTED_WITHIN_NS
 from kvprefetch.daemon.planning.planner import Planner
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
@@ -15,7 +17,7 @@ from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
 from kvprefetch.shmring.wire.records import FlagState
-from tests.daemon.engine.epochs import Engine, block, give_back, later_weights, make_epoch
+from tests.daemon.engine.epochs import SECOND_NS, Engine, block, give_back, later_weights, make_epoch
 from tests.support.catalogue import EVENTS
 from tests.support.engine_side import ONE_GROUP, EngineSide, Key
 
@@ -238,3 +240,24 @@ def test_bad_values_of_older_weights_are_no_misses() -> None:
     epoch.reset(later_weights())
     assert epoch.parts.bad_values.known([block("a")], 6) == []
     engine.leave()
+
+
+def test_an_early_hint_ends_by_the_daemons_own_deadline_unless_the_scheduler_has_its_request(engine: Engine) -> None:
+    """vLLM may reject a request, or never come to it; the engine may never say so."""
+    epoch = engine.epoch
+    for flag in range(4):
+        engine.hint([bytes([flag]) * 32], key=(flag, 1), early=flag > 0)
+        engine.looked_up((flag, 1))
+    engine.fetch()
+    since_ns = time.monotonic_ns()
+    engine.adopted(2, since_ns)
+    engine.put((3, 1), FlagState.CLAIMED, 1)
+    epoch.tick(since_ns + ADOPTED_WITHIN_NS - SECOND_NS)
+    assert len(epoch.planner.requests) == 4
+    epoch.tick(since_ns + ADOPTED_WITHIN_NS + SECOND_NS)
+    assert set(epoch.planner.requests) == {(0, 1), (2, 1), (3, 1)}
+    assert epoch.channel.table.flag(1) == (1, FlagState.EXPIRED, 0)
+    assert [line["outcome"] for _, line in epoch.traces.recent] == ["forsaken"]
+    engine.put((1, 1), FlagState.FREE)  # the engine sees it, and uses the flag and its page again
+    engine.hint([bytes([7]) * 32], key=(1, 2), early=True)
+    assert (1, 2) in epoch.planner.requests
