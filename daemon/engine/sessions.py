@@ -8,9 +8,7 @@ slots for it.  Until it is not likely to come any more, the store is asked for t
 What the engine's own cache still has needs no staging.  That cache forgets by what is used after it, so it is learnt
 after how many blocks of later requests a session's prompt was whole there, and a prompt is announced after more.
 
-A session whose prompts were announced in vain is announced again once it comes when it is expected, with a prompt that
-continues its last one.  What is known is bounded by number, bytes and age, and the session that came least lately is
-forgotten first.
+What is known is bounded by number, bytes and age, and the session that came least lately is forgotten first.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ HELD_NS = 500_000_000  # between two looks at whether the engine's cache may hav
 RETRY_NS = 250_000_000  # doubles with each try
 TRIES = 6  # to have all of a prompt announced
 HELD_SHARE = 0.5  # of the blocks after which the engine's cache had a prompt whole
-VAIN = 2  # announcements in a row, then the session is announced no more for now
 
 
 class Chain(NamedTuple):
@@ -75,7 +72,6 @@ class _Session:
     due_ns: int = 0
     until_ns: int = 0
     tries: int = 0
-    vain: int = 0
     open: list[int] = field(default_factory=list)
 
 
@@ -121,7 +117,6 @@ class Sessions:
                 self._gaps.append(gap_ns)
             if chain.hashes.startswith(before.chain.hashes):
                 self._learn(self._used - before.after, whole=local_blocks >= before.chain.blocks(self._groups))
-                before.vain = 0 if now_ns < before.until_ns else before.vain
             self._bytes -= len(before.chain.hashes)
         outdated, each.open = each.open, []
         each.chain, each.number, each.since_ns, each.tries = chain, self._numbers, now_ns, 0
@@ -144,8 +139,7 @@ class Sessions:
             each.expected_ns = now_ns + earliest
             each.due_ns = max(now_ns + SETTLED_NS, each.expected_ns - fetch_ns - MARGIN_NS)
             each.until_ns = max(now_ns + LEAST_NS, now_ns + latest + latest // 2, each.due_ns + SETTLED_NS)
-            if each.vain < VAIN:
-                self._push(self._due, now_ns + SETTLED_NS, each.number, session)
+            self._push(self._due, now_ns + SETTLED_NS, each.number, session)
         else:
             each.until_ns = now_ns + UNKNOWN_NS
         self._push(self._leases, now_ns + min(SETTLED_NS, self._renew_ns), each.number, session)
@@ -176,7 +170,6 @@ class Sessions:
         """Take what became of a session's announcement: what is not staged of it may be announced again."""
         if (each := self._known.get(due.session)) is None:
             return
-        each.vain += outcome.outcome == "expired"
         if each.number != due.request:
             return
         if outcome.last:

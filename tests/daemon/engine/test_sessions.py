@@ -15,7 +15,6 @@ from kvprefetch.daemon.engine.sessions import (
     SETTLED_NS,
     TRIES,
     UNKNOWN_NS,
-    VAIN,
     Chain,
     Due,
     Sessions,
@@ -152,20 +151,6 @@ def test_what_was_not_staged_is_announced_again_a_few_times(outcome: str, absent
         if (due := setup.due(SECOND_NS // 10)) is not None:
             setup.told(due, outcome, absent=absent)
     assert 1 < setup.numbers <= TRIES
-
-
-def test_after_announcements_in_vain_there_is_none_until_the_session_comes_as_expected() -> None:
-    setup = Setup()
-    setup.learn()
-    for number in range(VAIN):
-        setup.first_due_ns()
-        due = Due(b"s", OWN_GAPS + 1 + number, 0, 0)
-        setup.come("s", str(number), GAP_NS)
-        setup.told(due, "expired")
-    setup.come("s", "again", GAP_NS)
-    assert setup.due(GAP_NS) is None
-    setup.come("s", "again and")
-    setup.first_due_ns()
 
 
 def test_leases_of_the_newest_prompt_alone_are_kept_until_it_is_not_likely_to_come() -> None:
