@@ -263,7 +263,7 @@ class EpochCalls:
     def prompt(self, hashes: bytes, blocks: range) -> Prompt:
         """Return what is known of the prompt with these hashes, whose `blocks` may be loaded."""
         planned = self._parts.planner.blocks
-        room = planned.disk_slots - planned.lost  # wherever they come from
+        room = planned.slot_count - planned.lost
         return Prompt(self._parts.engine.groups, hashes, blocks, room=room, staged=planned.holds)
 
     def reply(self, most: int = REPLIES) -> None:

@@ -1,8 +1,7 @@
 """The table of staging slots: where each block is, which requests pin it, and which block makes room first.
 
 Each request pins the blocks that it wants.  Unpinned blocks stay until another block needs their room; the least
-recently used goes first.  Blocks from disk use only part of the slots, so that blocks from memory always find room.
-A fetched block is waste if its slot is given up before any request loads it.
+recently used goes first.  A fetched block is waste if its slot is given up before any request loads it.
 
 Blocks that follow one another in a prompt and have all else in common form one run.  The table finds, pins and unpins
 whole runs, so a prompt costs as much work as it meets runs, not blocks.  It cuts a run where a request wants or gets
@@ -28,21 +27,19 @@ MAX_RUN = 512  # blocks: where an engine hints them in a wrong order, each cuts 
 
 
 class Blocks:
-    """The blocks in slots [0, slot_count), of which blocks from disk use at most `disk_slots` at a time.
+    """The blocks in slots [0, slot_count).
 
     A slot that is in `lost` when it comes back is never used again; the caller adds to that set.  `copies`: the second
     slots of blocks.
     """
 
-    def __init__(self, slot_count: int, disk_slots: int, lost: Set[int], device_slots: Sequence[int] = ()) -> None:
+    def __init__(self, slot_count: int, lost: Set[int], device_slots: Sequence[int] = ()) -> None:
         self.slot_count = slot_count
-        self.disk_slots = disk_slots
         self.lost = 0  # slots that are never used again
         self._lost = lost
-        self.used = [0, 0]  # slots of each lane that are pinned or being written
+        self.used = 0  # slots that are pinned or being written
         self.pinned = 0
-        # By lane: number of a request -> staged blocks that it alone pins, and would free.
-        self.sole = Counter[int](), Counter[int]()
+        self.sole = Counter[int]()  # number of a request -> staged blocks that it alone pins, and would free
         self.wasted = [0, 0]  # blocks of each lane
         self._free = array("I", np.arange(slot_count - 1, -1, -1, dtype=np.uint32).tobytes())
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
@@ -97,10 +94,6 @@ class Blocks:
         """Return how many slots no block is in."""
         return len(self._free)
 
-    def budget(self, lane: Lane) -> int:
-        """Return how many more slots this lane may use, free or not."""
-        return self.slot_count if lane is Lane.MEMORY else self.disk_slots - self.used[lane]
-
     def take_slots(self, most: int, taker: Request) -> array[int]:
         """Take free slots, then those of the least recently used blocks.
 
@@ -134,14 +127,10 @@ class Blocks:
             run.ahead_until_ns = first_requester.announced.until_ns
         self._index.update(zip(digests, slots, strict=True))
         self._map(slots, run)
-        self.used[lane] += len(run)
+        self.used += len(run)
         return run
 
     # --- life -------------------------------------------------------------------------------------------------------
-
-    def alone(self, lane: Lane | None) -> Set[int]:
-        """Return the numbers of the requests that alone hold a staged block (of this lane), and would free it."""
-        return self.sole[lane].keys() if lane is not None else self.sole[0].keys() | self.sole[1].keys()
 
     def pin(self, run: Run, number: int) -> None:
         """Add this request's pin."""
@@ -149,7 +138,7 @@ class Blocks:
             self.pinned += len(run)
             if not run.in_call:
                 del self._idle[run]
-                self.used[run.lane] += len(run)
+                self.used += len(run)
         self._change_pins(run, 1, number)
 
     def unpin(self, slots: Sequence[int], number: int) -> None:
@@ -170,10 +159,9 @@ class Blocks:
 
     def _count_sole(self, run: Run, blocks: int) -> None:
         if run.pins == 1 and run.state is BlockState.STAGED:
-            alone = self.sole[run.lane]
-            alone[run.holders] += blocks
-            if not alone[run.holders]:
-                del alone[run.holders]
+            self.sole[run.holders] += blocks
+            if not self.sole[run.holders]:
+                del self.sole[run.holders]
 
     def staged(self, run: Run) -> None:
         """Note that its blocks have arrived."""
@@ -291,7 +279,7 @@ class Blocks:
         """Make an unpinned run idle, or release it if the index has it no more; not while a call writes to it."""
         if run.in_call:
             return
-        self.used[run.lane] -= len(run)
+        self.used -= len(run)
         if run.era != self._era:
             self._release(run)
         else:
@@ -315,7 +303,7 @@ class Blocks:
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
-            "slots_idle": self.slot_count - len(self._free) - sum(self.used) - self.lost,
+            "slots_idle": self.slot_count - len(self._free) - self.used - self.lost,
             "slots_quarantined": self.lost,
             "slots_unused": sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns),
             "blocks_wasted": sum(self.wasted),
@@ -348,12 +336,11 @@ class Blocks:
         assert all(run.era == self._era for run in self._idle)
         pairs = [zip(run.digests, run.slots, strict=True) for run in runs if run.era == self._era]
         assert self._index == dict(chain.from_iterable(pairs))
-        assert self.used == [sum(len(run) for run in runs - idle if run.lane is lane) for lane in Lane]
+        assert self.used == sum(len(run) for run in runs - idle)
         gauges = self.gauges()
         assert (gauges["slots_idle"], gauges["slots_quarantined"]) == (sum(map(len, idle)), len(gone))
-        for lane in Lane:
-            staged = [run for run in runs if run.lane is lane and run.state is BlockState.STAGED]
-            alone = [holders[slot][0] for run in staged for slot in run.slots if len(holders[slot]) == 1]
-            assert self.sole[lane] == Counter(alone)
+        staged = [run for run in runs if run.state is BlockState.STAGED]
+        alone = [holders[slot][0] for run in staged for slot in run.slots if len(holders[slot]) == 1]
+        assert self.sole == Counter(alone)
         assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
         return {slot for run in runs if run.unloaded for slot in run.slots}

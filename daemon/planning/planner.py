@@ -24,7 +24,6 @@ from .queues import Queues, Stop
 from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
 from .runs import Lane, Run
 
-DISK_SHARE = 0.75  # of the slots, at most, for blocks from disk that are pinned or being fetched
 MAX_TRIES = 64  # requests that an engine may have claimed, tried for one slot
 SMALLEST_SHARE = 16  # of a chunk: the least that a call over a slow link has
 AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer for it
@@ -48,7 +47,7 @@ class Planner:
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self.blocks = Blocks(slot_count, max(1, int(slot_count * DISK_SHARE)), lost, device_slots)
+        self.blocks = Blocks(slot_count, lost, device_slots)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -262,7 +261,7 @@ class Planner:
             elif stop is not Stop.FULL and ahead:
                 self.stop(request.key)
             elif stop is not Stop.FULL:
-                if not slots and self._serve_in_part(request, lane):
+                if not slots and self._serve_in_part(request):
                     continue
                 self._queues.stop(lane, stop)
                 break
@@ -300,10 +299,10 @@ class Planner:
             if request.lane is not lane:
                 return Stop.LANE
             free = array("I")
-            stop = self._take_slots(free, 1, request, lane)
+            stop = self._take_slots(free, 1, request)
             if free:  # most requests find none, which spares them the digests
                 wanted = request.digests(start, min(start + room, request.lane_ends(start)))
-                stop = self._take_slots(free, self.blocks.missing(wanted), request, lane)
+                stop = self._take_slots(free, self.blocks.missing(wanted), request)
                 run = self.blocks.add(wanted[: len(free)], free, lane, request)
                 digests += run.digests
                 slots += free
@@ -312,32 +311,28 @@ class Planner:
                 return stop
         return Stop.FULL
 
-    def _take_slots(self, slots: array[int], count: int, request: Request, lane: Lane) -> Stop:
-        """Take slots for `count` blocks of this lane, from other requests if need be; return why it took fewer."""
+    def _take_slots(self, slots: array[int], count: int, request: Request) -> Stop:
+        """Take slots for `count` blocks, from other requests if need be; return why it took fewer."""
         self._taker = None if self._taker is request else self._taker
         while len(slots) < count:
             if self.holdings.pause():
                 self._taker = request
                 return Stop.LATER
-            most = min(count, self.blocks.budget(lane)) - len(slots)
-            if most <= 0:
-                if not self._take_back(request, lane):
-                    return Stop.NO_BUDGET
-            elif free := self.blocks.take_slots(most, request):
+            if free := self.blocks.take_slots(count - len(slots), request):
                 slots += free
-            elif not self._take_back(request, None):
+            elif not self._take_back(request):
                 return Stop.NO_ROOM
         return Stop.FULL
 
-    def _take_back(self, taker: Request, lane: Lane | None) -> bool:
-        """Take all blocks of the least urgent request that gives back a slot (of this lane) at once; False if none.
+    def _take_back(self, taker: Request) -> bool:
+        """Take all blocks of the least urgent request that gives back a slot at once; False if none.
 
         Only of a request that is less urgent than the taker, and unclaimed.
         """
         self._taker = taker if self.holdings.owes_slots else None
         if self._taker is not None:
             return False  # these slots come first, and to it
-        urgency, alone = taker.urgency, map(self._numbers.get, self.blocks.alone(lane))
+        urgency, alone = taker.urgency, map(self._numbers.get, self.blocks.sole)
         less = [(its, each) for each in alone if each is not None and (its := each.urgency) > urgency]
         self.holdings.room -= len(less) // 4
         tried = islice((each for _, each in sorted(less, reverse=True)), MAX_TRIES)
@@ -352,18 +347,16 @@ class Planner:
             self.holdings.advance(request)
         return True
 
-    def _serve_in_part(self, request: Request, lane: Lane) -> bool:
+    def _serve_in_part(self, request: Request) -> bool:
         """If no slot will be freed, end a request's prefix at the blocks it has; False if waiting can still help.
 
-        It ends this request's prefix if the request holds every slot that it may.  Otherwise, if all requests with
+        It ends this request's prefix if the request holds every slot there is.  Otherwise, if all requests with
         slots wait for each other, it ends the most urgent one's.
         """
         if self._orders or self.holdings.owes:
             return False
-        stuck = [sum(len(each.slots) for each in self._overdue.values() if each.lane is some) for some in Lane]
-        holds_all = request.issued >= self.blocks.slot_count - sum(stuck) - self.blocks.lost
-        of_lane = request.lanes.count(Lane.DISK) >= self.blocks.disk_slots - stuck[Lane.DISK]
-        if not (holds_all or (lane is Lane.DISK and of_lane)):
+        stuck = sum(len(each.slots) for each in self._overdue.values())
+        if request.issued < self.blocks.slot_count - stuck - self.blocks.lost:
             if any(each.final and each.held for each in self.requests.values()):
                 return False
             waiting = [each for each in self.requests.values() if each.held and each.limit >= 0]

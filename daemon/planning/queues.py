@@ -22,7 +22,6 @@ class Stop(enum.Enum):
     FULL = "the order is full, or the request has no more blocks"
     LANE = "its next block belongs to the other lane"
     NO_ROOM = "no slot"
-    NO_BUDGET = "its lane holds as many slots as it may"
     LATER = "this event did its share of work"
 
 
@@ -82,7 +81,7 @@ class Queues:
 
     def starved(self, lane: Lane) -> bool:
         """Whether this lane waits for room."""
-        return self._stopped[lane] in (Stop.NO_ROOM, Stop.NO_BUDGET) and self.head(lane) is not None
+        return self._stopped[lane] is Stop.NO_ROOM and self.head(lane) is not None
 
     def must_yield(self, lane: Lane, urgency: Urgency) -> bool:
         """Whether a more urgent request of the other lane waits for the next slot that comes back."""

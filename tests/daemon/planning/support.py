@@ -96,7 +96,7 @@ class Planner(module.Planner):
         self, key: Key, groups: Groups, hashes: bytes, blocks: range, *options: Any, room: int | None = None
     ) -> Request:
         """Hint such a prompt, with `options` of `hint` behind it."""
-        room = self.blocks.disk_slots - self.blocks.lost if room is None else room
+        room = self.blocks.slot_count - self.blocks.lost if room is None else room
         prompt = Prompt(groups, hashes, blocks, room=room, staged=self.blocks.holds)
         return self.hint(key, prompt, *options)
 

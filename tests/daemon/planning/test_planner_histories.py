@@ -222,7 +222,7 @@ class History:
             planner.carry_out()
         assert not planner.holdings.owes
         planner.check()
-        assert planner.blocks.used == [0, 0]
+        assert planner.blocks.used == 0
         gauges = planner.gauges()
         assert gauges["slots_quarantined"] == len(self.lost)
         assert gauges["slots_free"] + gauges["slots_idle"] == self.slots - len(self.lost)

@@ -7,7 +7,7 @@ from typing import Any
 from kvprefetch.daemon.planning import planner as planner_module
 from kvprefetch.daemon.planning.requests import TakenBack
 from kvprefetch.daemon.planning.runs import Lane
-from tests.daemon.planning.support import hint, hit, ordered, planned, returned, run
+from tests.daemon.planning.support import hint, hit, ordered, planned, run
 
 
 def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one() -> None:
@@ -23,22 +23,16 @@ def test_a_request_at_the_head_takes_the_room_of_the_least_urgent_unclaimed_one(
     assert planner.requests[waiting].taken_back == 1
 
 
-def test_a_memory_hit_never_waits_behind_disk_loads() -> None:
+def test_a_more_urgent_memory_hit_takes_the_room_of_what_came_from_disk() -> None:
+    """A prompt on disk may have all of staging; what a call is writing alone stays."""
     planner, flags = planned(8, 2)
     slow = hit(planner, 1, *"abcdefgh", disk=b"\1" * 8)
-    planner.ask(slow)
-    orders = []
-    while (order := planner.next_order(Lane.DISK)) is not None:
-        orders.append(order)
-    assert sum(len(order.slots) for order in orders) == 6, "blocks from disk leave room for others"
+    run(planner, lanes=[Lane.DISK])
+    assert (flags.count[slow], slow in flags.final) == (8, True)
     fast = hit(planner, 2, "x", "y")
+    planner.ask(fast)
     assert run(planner, lanes=[Lane.MEMORY]) == [["x", "y"]]
-    assert fast in flags.final
-    for order in orders:
-        returned(planner, order)
-    run(planner)
-    assert flags.count[slow] == 6
-    assert slow in flags.final, "served in part: all the room that disk blocks may have"
+    assert flags.taken_back == [slow]
 
 
 def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_the_other() -> None:
@@ -67,17 +61,6 @@ def test_requests_that_wait_for_each_others_slots_are_served_in_part_one_after_t
     planner.finish(keys[1])
     assert run(planner) == [["z"], ["w"]], "now there is room"
     assert set(keys) <= flags.final
-
-
-def test_a_lane_takes_room_from_a_request_that_holds_some_of_it() -> None:
-    """Room of a request with blocks from memory would not help a fetch from disk."""
-    planner, flags = planned(4, 4)
-    disk = hit(planner, 1, "a", "b", "c", disk=b"\1\1\1", priority=1)
-    hit(planner, 2, "d", priority=2)
-    run(planner)
-    hit(planner, 3, "x", disk=b"\1")
-    ordered(planner, Lane.DISK)
-    assert flags.taken_back == [disk], "it holds the three slots that blocks from disk may use"
 
 
 def test_blocks_that_were_taken_back_are_fetched_again_when_there_is_room() -> None:

@@ -108,7 +108,7 @@ def test_an_order_that_brings_blocks_for_others_is_not_to_be_dropped_nor_are_tho
 
 @pytest.mark.parametrize("lane", list(Lane))
 def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> None:
-    """Its head found no room; the next one finds its blocks staged, or has room in the other lane's share."""
+    """Its head found no room; the next one finds its blocks staged."""
     planner, flags = planned(4, 4)
     held = hit(planner, 1, *"abcd")
     run(planner)
