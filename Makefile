@@ -29,6 +29,7 @@ help: ## print this list
 
 setup: ## build the virtual environment (VENV=.venv; PYTHON=python3.12 to choose the interpreter)
 	@.ci/setup
+	@$(MAKE) --no-print-directory links
 
 $(CHECK_VENV)/.done: pyproject.toml $(wildcard shmring/_*.[ch])
 	@$(or $(PYTHON),python3) -m venv $(CHECK_VENV)

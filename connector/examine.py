@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from kvprefetch import __version__
+
 from ..shmring.wire.admin import Status, StatusQuery
 from ..shmring.wire.attach import Refused
 from ..shmring.wire.checks import nearest, shown

@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import __version__
+from kvprefetch import __version__
+
 from ..kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
 from ..shmring.wire.attach import MAX_MODEL, MAX_SETTINGS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ..shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes

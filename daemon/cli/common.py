@@ -13,7 +13,8 @@ from typing import Any, TypeAlias, get_args
 import click
 from pydantic.fields import FieldInfo
 
-from ...client.control import find_socket
+from kvprefetch.client.control import find_socket
+
 from ...shmring.wire.control_socket import SYSTEM_SOCKET
 from ..config.machine import machine_bytes
 from ..config.model import SIZES, ConfigError, DaemonConfig

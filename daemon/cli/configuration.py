@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from ...client.control import Unavailable
+from kvprefetch.client.control import Unavailable
+
 from ..config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from ..config.sizes import size_text
 from ..config.sources import Effective

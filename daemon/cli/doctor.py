@@ -17,7 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...client.control import TIMEOUT_S, Unavailable, look
+from kvprefetch.client.control import TIMEOUT_S, Unavailable, look
+
 from ..config.model import ConfigError, DaemonConfig
 from ..telemetry.pretty import fitting
 from .common import (

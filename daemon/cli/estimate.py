@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ...client.control import Unavailable
+from kvprefetch.client.control import Unavailable
+
 from ..config.model import ConfigError
 from ..config.sizes import size
 from ..telemetry.overview import aligned, percent

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ... import __commit_id__, __version__
-from ...client.control import Unavailable, ask
+from kvprefetch import __commit_id__, __version__
+from kvprefetch.client.control import Unavailable, ask
+
 from ...shmring.errors import SegmentError
 from ...shmring.segment import Segment
 from ...shmring.wire.admin import Status, StatusQuery

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...client.control import Unavailable
+from kvprefetch.client.control import Unavailable
+
 from .common import PATH, Arguments, declare, flag, option
 from .help_page import Group, HelpPage
 

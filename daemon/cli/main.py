@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import shell_complete
 
-from ... import __version__
-from ...client.control import Unavailable
+from kvprefetch import __version__
+from kvprefetch.client.control import Unavailable
+
 from ...shmring.wire.records import PROTOCOL
 from ..config.model import ConfigError, Taken
 from ..telemetry.pretty import fitting

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from ...client.control import Conversation, Unavailable
+from kvprefetch.client.control import Conversation, Unavailable
+
 from ...shmring.wire.admin import Status, StatusQuery
 from ..config.model import DaemonConfig
 from ..config.sizes import size

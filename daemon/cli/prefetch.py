@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import click
 
-from ...client import Announced, Busy, Client, Prompt, Unavailable
+from kvprefetch.client import Announced, Busy, Client, Prompt, Unavailable
+
 from ...shmring.wire.checks import ACTION, ACTION_VERSION
 from ..door.envelope import MAX_ACTIONS, Action, Bad, payload
 from ..telemetry.pretty import fitting

@@ -6,7 +6,8 @@ import os
 import resource
 import sys
 
-from ...client.control import Unavailable
+from kvprefetch.client.control import Unavailable
+
 from ...shmring.wire.control_socket import SYSTEM_SOCKET
 from .common import (
     CONFIGURATION_ENVIRONMENT,

@@ -6,8 +6,9 @@ from typing import get_args
 
 import click
 
-from ...client import Client
-from ...client.control import ask
+from kvprefetch.client import Client
+from kvprefetch.client.control import ask
+
 from ...shmring.wire.admin import Reload, Report, Segments, SetMode, StatQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe

@@ -14,7 +14,8 @@ from itertools import islice
 
 import click
 
-from ...client.control import Conversation, Unavailable, ask
+from kvprefetch.client.control import Conversation, Unavailable, ask
+
 from ...kv.keys import name_of
 from ...shmring.wire.admin import MAX_NAMESPACE_BYTES, MAX_REMOVED, Remove, Removed, Status, StatusQuery
 from ...shmring.wire.codec import MAX_MESSAGE_BYTES

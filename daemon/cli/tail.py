@@ -19,8 +19,9 @@ from typing import Any
 
 import click
 
-from ...client.control import Unavailable, find_socket, look
-from ...client.explain import explain
+from kvprefetch.client.control import Unavailable, find_socket, look
+from kvprefetch.client.explain import explain
+
 from ...shmring.wire.checks import nearest
 from ..config.model import ConfigError
 from ..telemetry import pretty, reader

@@ -7,7 +7,8 @@ import sys
 import time
 from dataclasses import replace
 
-from ...client.control import look
+from kvprefetch.client.control import look
+
 from ..telemetry import overview
 from .common import EX_UNAVAILABLE, NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
 from .help_page import Group

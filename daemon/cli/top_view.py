@@ -20,7 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...client.control import Unavailable, look
+from kvprefetch.client.control import Unavailable, look
+
 from ...shmring.wire.admin import Status
 from ..telemetry import overview
 

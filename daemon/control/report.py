@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ... import __version__
+from kvprefetch import __version__
+
 from ...shmring import view
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.wire.admin import MAX_NAMESPACE_BYTES, Segments, Status

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from ... import __version__
+from kvprefetch import __version__
+
 from ..store.fill import StoreFill
 from .events import EVENTS, Ending
 from .health import Health

@@ -7,7 +7,8 @@ import hashlib
 import html
 from collections.abc import Iterable, Sequence
 
-from ... import __version__
+from kvprefetch import __version__
+
 from . import overview
 from .board import Picture
 from .pretty import printable

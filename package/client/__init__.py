@@ -3,10 +3,11 @@
 docs/reference/python.md says what is stable.  It needs neither vLLM, torch and Mooncake nor the daemon's own packages.
 """
 
-from ..daemon.door.envelope import Answered, Blocks
-from ..daemon.door.envelope import Prefetch as Prompt
-from ..daemon.telemetry.trace_picture import Span
-from ..shmring.wire.admin import Status
+from kvprefetch.daemon.door.envelope import Answered, Blocks
+from kvprefetch.daemon.door.envelope import Prefetch as Prompt
+from kvprefetch.daemon.telemetry.trace_picture import Span
+from kvprefetch.shmring.wire.admin import Status
+
 from .api import Client, Health
 from .control import Busy, Unavailable
 from .door import Announced

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..daemon.door.envelope import Prefetch
-from ..shmring.wire.admin import Status
+from kvprefetch.daemon.door.envelope import Prefetch
+from kvprefetch.shmring.wire.admin import Status
+
 from .control import TIMEOUT_S, Unavailable, find_socket, look
 from .door import Announced, Door
 

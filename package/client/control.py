@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ..daemon.telemetry import board, overview
-from ..shmring.wire.admin import Report, Status, StatusQuery
-from ..shmring.wire.attach import Refused
-from ..shmring.wire.codec import Message, receive_message, send_message
-from ..shmring.wire.control_socket import find, own_socket, sockets
-from ..shmring.wire.records import ProtocolError
+from kvprefetch.daemon.telemetry import board, overview
+from kvprefetch.shmring.wire.admin import Report, Status, StatusQuery
+from kvprefetch.shmring.wire.attach import Refused
+from kvprefetch.shmring.wire.codec import Message, receive_message, send_message
+from kvprefetch.shmring.wire.control_socket import find, own_socket, sockets
+from kvprefetch.shmring.wire.records import ProtocolError
 
 TIMEOUT_S = 5.0
 IDS_S = 1.0

@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..daemon.config.model import hints_socket
-from ..daemon.door.envelope import Answer, Answered
-from ..shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION, first_error
+from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.door.envelope import Answer, Answered
+from kvprefetch.shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION, first_error
+
 from .control import Busy, Unavailable
 
 WAIT_S = 10.0  # in one question what became of a message

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..daemon.telemetry import reader, trace_picture
-from ..daemon.telemetry.pretty import printable
-from ..daemon.telemetry.reader import Record
-from ..daemon.telemetry.trace_picture import Span
+from kvprefetch.daemon.telemetry import reader, trace_picture
+from kvprefetch.daemon.telemetry.pretty import printable
+from kvprefetch.daemon.telemetry.reader import Record
+from kvprefetch.daemon.telemetry.trace_picture import Span
+
 from .control import Unavailable
 
 NAMED = 5  # ids in the error, when a part of one fits several

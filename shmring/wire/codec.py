@@ -12,7 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ... import __version__
+from kvprefetch import __version__
+
 from . import admin, attach
 from .checks import first_error
 from .records import PROTOCOL, ProtocolError
