@@ -263,8 +263,7 @@ def test_tokens_of_text_are_those_of_the_engine(router: Callable[..., str], tmp_
         address_family = socket.AF_UNIX
 
         def server_bind(self) -> None:
-            self.server_address = str(tmp_path / "none.sock")
-            self.socket.bind(self.server_address)
+            self.socket.bind(str(tmp_path / "none.sock"))
             self.server_port = 0
 
     with served(Door, UnixServer):
