@@ -25,7 +25,7 @@ BLOCK = 64  # tokens of the parts that are compared
 KNOWN = 100_000  # parts that are remembered of an engine
 PLACE_S, ANSWER_S = 300.0, 120.0  # longest waits for an engine's place, and for the next bytes of its answer
 LOOK_S = 0.2  # between looks whether the client is still there
-NOT_PASSED_ON = {"connection", "content-length", "host", "keep-alive", "te", "transfer-encoding", "upgrade"}
+NOT_PASSED_ON = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 
 
 CHOICE = threading.Lock()
