@@ -29,7 +29,7 @@ def test_a_reload_is_told_to_the_daemon(serve: Callable[..., Daemon], tmp_path: 
     daemon = serve(extra=("--config", str(config)))
     config.write_text("max_engines = 4\n")
     done = kvprefetchd("reload", "--socket", daemon.socket)
-    assert (done.returncode, done.stdout[:16]) == (0, "the daemon reads"), done
+    assert (done.returncode, done.stdout[:20]) == (0, "the daemon took over"), done
     eventually(lambda: daemon.records("config.changed"), what="the change")
     assert daemon.records("config.changed")[0]["after"] == "4"
     absent = kvprefetchd("reload", "--socket", tmp_path / "none")
