@@ -45,6 +45,7 @@ class Blocks:
         self._index: dict[bytes, int] = {}  # slot of each digest that can be found
         self._runs: list[Run | None] = [None] * slot_count  # of each slot
         self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first
+        self._unused = 0  # idle blocks that no request loaded, announced ones aside
         self._era = 0
         self._void = deque[Run]()  # unpinned, of earlier eras: their slots are not free yet
         self.copies = Copies(device_slots, self._runs)
@@ -108,6 +109,7 @@ class Blocks:
             self._leave(run.slots[kept:])
             self._waste(run, len(run) - kept)
             slots += run.slots[kept:]
+            self._count_idle(run, kept - len(run))
             del run.digests[kept:], run.slots[kept:]
             if not kept:
                 del self._idle[run]
@@ -138,6 +140,7 @@ class Blocks:
             self.pinned += len(run)
             if not run.in_call:
                 del self._idle[run]
+                self._count_idle(run, -len(run))
                 self.used += len(run)
         self._change_pins(run, 1, number)
 
@@ -206,6 +209,7 @@ class Blocks:
             del self._index[digest]
         if run in self._idle:
             del self._idle[run]
+            self._count_idle(run, -len(run))
             self._release(run)
 
     def detach_all(self) -> None:
@@ -214,6 +218,7 @@ class Blocks:
         self._index.clear()
         self._void += self._idle
         self._idle.clear()
+        self._unused = 0
 
     @property
     def void(self) -> bool:
@@ -232,6 +237,7 @@ class Blocks:
         for run in {run for run in self._runs if run is not None}:
             self._waste(run, len(run))
             run.unloaded = False
+        self._unused = 0
 
     def cut(self, slot: int) -> Run:
         """Return the run that begins with this slot, cut there if need be."""
@@ -284,6 +290,11 @@ class Blocks:
             self._release(run)
         else:
             self._idle[run] = None
+            self._count_idle(run, len(run))
+
+    def _count_idle(self, run: Run, blocks: int) -> None:
+        if run.unloaded and not run.ahead_until_ns:
+            self._unused += blocks
 
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
@@ -299,13 +310,13 @@ class Blocks:
     # --- what others see --------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
-        """Count slots; `slots_unused` have idle blocks that no request loaded, announced ones aside."""
+        """Count slots."""
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
             "slots_idle": self.slot_count - len(self._free) - self.used - self.lost,
             "slots_quarantined": self.lost,
-            "slots_unused": sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns),
+            "slots_unused": self._unused,
             "blocks_wasted": sum(self.wasted),
             "blocks_pinned": self.pinned,
         }
@@ -334,6 +345,7 @@ class Blocks:
         assert {*self._idle, *self._void} == idle
         assert all(run.state is BlockState.STAGED for run in idle)
         assert all(run.era == self._era for run in self._idle)
+        assert self._unused == sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns)
         pairs = [zip(run.digests, run.slots, strict=True) for run in runs if run.era == self._era]
         assert self._index == dict(chain.from_iterable(pairs))
         assert self.used == sum(len(run) for run in runs - idle)
