@@ -28,7 +28,7 @@ from .replicas import ReplicaReader, void_what_moved
 from .settings import MooncakeSettings
 from .sleeping_reads import SleepingReads, Value
 from .storage_nodes import Get, StorageNodes
-from .unreadable import read_apart, shortened
+from .unreadable import Lasting, read_apart, shortened
 from .zeros import Borders, holed
 
 Medium = Literal["memory", "disk"]
@@ -63,6 +63,7 @@ class Store(Connection):
         self.disk_works: Callable[[], bool] | None = None
         self._nodes = StorageNodes(log, clock)
         self._replicas = ReplicaReader(settings.private)
+        self._lasting = Lasting()
         self._unflushed: OrderedDict[str, None] = OrderedDict()
         # Removed because of their files on the disk, which Mooncake writes no second time before its next start.
         self._memory_only: set[str] = set()
@@ -143,8 +144,8 @@ class Store(Connection):
         OK: exactly `size` bytes arrived, from a replica that lay there before and after (replicas.py).
         CORRUPT: a disk lost a page of what is `written` of the value (zeros.py), by default all of it; or the checksum,
         which comes to its address of `sums`, is another one, and the value was removed.  UNREADABLE: its file on a
-        disk; where the disk is this process's own, the value was removed, and is a MISS.  UNDER_WAY: the caller must
-        never use that memory again.
+        disk; where that disk is this process's own, or has the only replica and the fault lasts, the value was removed,
+        and is a MISS.  UNDER_WAY: the caller must never use that memory again.
         TRANSFER: also without a try, for values of a storage node that is put aside.  The caller sets `get.late` when
         it gives this get up, and `get.dropped` when nobody wants it unless it has begun.  Each key may stand once: of
         two equal ones Mooncake fills the last destination only, and says OK for both.
@@ -184,7 +185,13 @@ class Store(Connection):
                         0
                     ]
 
-                bad = read_apart(codes, alone, self.disk_works, lambda: get.late or get.dropped)
+                bad = read_apart(
+                    codes,
+                    alone,
+                    self.disk_works,
+                    lambda: get.late or get.dropped,
+                    lambda at: some_keys[at] in self._lasting,
+                )
                 unreadable.extend(part[at] for at in bad)
                 whole = [size + SUM_BYTES for size in some_sizes] if sums else some_sizes
                 found = classify_get(client, some_keys, whole, codes)
@@ -208,8 +215,8 @@ class Store(Connection):
                     results[good[at]] = ErrorClass.CORRUPT
                     corrupt.append(keys[good[at]])
         for i in unreadable:
-            # The own disk's value goes, so that it is stored anew.  Others may have a good replica of a cluster's.
-            removed = self.disk_works is not None
+            # The own disk's value goes, so that it is stored anew.
+            removed = self.disk_works is not None or self._lost_for_all(keys[i])
             self._log.warning("store.unreadable", value=shortened(keys[i]), removed=removed)
             if removed:
                 results[i] = ErrorClass.MISS
@@ -219,6 +226,19 @@ class Store(Connection):
             with contextlib.suppress(StoreUnavailable):  # else the caller would believe that nothing is under way
                 self.remove(corrupt)
         return results
+
+    def _lost_for_all(self, key: str) -> bool:
+        """Whether no client can read a cluster's value: the only replica is on a node's disk, and the fault lasts.
+
+        That node reads the file for all clients.  Of several replicas Mooncake says neither which one it read, nor can
+        it be asked for another one.
+        """
+        if not self._lasting.failed(key, self._clock()):
+            return False
+        with contextlib.suppress(StoreUnavailable):
+            [replicas] = self.described([key])
+            return len(replicas) == 1 and bool(replicas[0].is_local_disk_replica())
+        return False
 
     def put_from(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], sums: Sequence[int] = ()

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.store.unreadable import read_apart, shortened
 from tests.daemon.stores import blocks, stored
 from tests.lab.daemon import Daemon
+from tests.lab.store import Store
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
@@ -115,6 +117,39 @@ def test_a_fault_of_the_disk_that_passes_costs_no_value(serve: Start, tmp_path: 
     engine.close()
 
 
+@pytest.mark.stress
+@pytest.mark.store
+def test_of_a_cluster_the_only_replica_is_removed_once_its_fault_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A miss for this client before; then the value is stored anew."""
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT", "1")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")
+    values = {digest: digest * 8192 for digest in blocks("cold", 224)}  # 56 MiB
+    with (
+        Store(memory="32 MB", disk=tmp_path / "cold", lease_ms=1000) as cluster,
+        Daemon(mooncake_config=cluster.config, staging="128MiB") as daemon,
+    ):
+        engine = FakeEngine(daemon.socket, block_bytes=256 << 10)
+        for start in range(0, len(values), 16):
+            engine.save(dict(islice(values.items(), start, start + 16)))
+            stored(daemon, start + 16)
+        written = b"".join(each.read_bytes() for each in (tmp_path / "cold").glob("*.meta"))
+        names = [each for each in values if each.hex().encode() in written][:12]
+        file_of(tmp_path / "cold", names[BAD]).unlink()
+        assert engine.load(names) == [values[each] for each in names[:BAD]]
+
+        def removed() -> list[bool]:
+            engine.load(names)
+            return [each["removed"] for each in daemon.records("store.unreadable")]
+
+        assert not any(removed())
+        eventually(lambda: removed()[-1], 60, "the end of the value")
+        engine.save({names[BAD]: values[names[BAD]]})
+        assert eventually(lambda: engine.load(names) == [values[each] for each in names], what="a hit of all")
+        engine.close()
+
+
 OPEN, READ, SPOILED = -1101, -1102, {2: -1102}
 
 
@@ -127,6 +162,7 @@ def test_of_a_cluster_a_value_is_unreadable_only_where_others_can_be_read() -> N
     assert apart([OPEN] * 4, SPOILED, None) == ([2], [64, 64, READ, 64])
     assert apart([OPEN] * 4, dict.fromkeys(range(4), OPEN), None) == ([], [OPEN] * 4), "the node, perhaps"
     assert apart([OPEN], SPOILED, None) == ([], [OPEN])
+    assert read_apart([OPEN], lambda _: OPEN, None, lambda: False, lambda _: True) == [0], "it was before"
     assert apart([64, -704, -800], {}, None) == ([], [64, -704, -800]), "no file is the reason"
 
 
