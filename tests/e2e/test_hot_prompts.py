@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import PATIENT, At, Site, hits, served
 from tests.lab import control
+from tests.lab.connectors import upstream
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine
+from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
@@ -98,6 +100,47 @@ def test_a_prefix_that_all_requests_use_stays_in_a_store_too_small_for_the_rest(
         engine = site.engine(max_model_len=4096, max_num_batched_tokens=4096)
         assert engine.run([prefix + questions[-1]], max_tokens=1).cached_tokens == [640]
         engine.stop()
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+def test_conversations_that_stay_local_outlive_others_prompts_as_long_as_with_upstream(
+    at: At, model: Path, engines: Callable[..., Engine]
+) -> None:
+    """Six of eight turns: 36 MiB in a store of 64 MB beside 96 MiB of prompts that come once; then another engine."""
+    conversations, turn = make_prompts(6, 8 * 384, seed=98), 384
+    others = iter(make_prompts(48, 1024, seed=99))
+
+    def cached(start: Callable[[], Engine]) -> int:
+        engine = start()
+        for end in range(turn, 8 * turn + 1, turn):
+            for talk in conversations:
+                assert engine.run([talk[:end]], max_tokens=1).cached_tokens[0] >= end - 2 * turn, "all of it is local"
+            for _ in range(6):
+                engine.run([next(others)], max_tokens=1)
+                time.sleep(LEASE_MS / 4000)
+        engine.stop()
+        engine = start()
+        found = sum(sum(engine.run([[*talk, 20]], max_tokens=1).cached_tokens) for talk in conversations)
+        engine.stop()
+        return found
+
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "num_gpu_blocks": 2304}
+    found = dict[str, int]()
+    with Store(memory="64 MB", lease_ms=LEASE_MS) as store:
+        spec = EngineSpec(model=model, kv_transfer=upstream(), mooncake_config=store.config).but(**sizes)
+        found["upstream"] = cached(lambda: engines(spec))
+        assert store.metric("master_evicted_key_count") > 0
+    others = iter(make_prompts(48, 1024, seed=99))
+    with (
+        Store(memory="64 MB", lease_ms=LEASE_MS) as store,
+        Daemon(mooncake_config=store.config, staging="128MB", extra=AGAIN) as daemon,
+    ):
+        site = at(daemon)
+        found["ours"] = cached(lambda: site.engine(**sizes))
+        assert store.metric("master_evicted_key_count") > 0
+    print(found)
+    assert found["ours"] >= found["upstream"]
 
 
 @pytest.mark.stress
