@@ -167,7 +167,7 @@ ALL: list[Callable[[Foe], None]] = [
 
 @contextmanager
 def longest_pause(daemon: Daemon) -> Iterator[list[float]]:
-    """The main loop's longest pause until now, as a neighbour sees it by its heartbeat, and the most CPU time in one."""
+    """The main loop's longest pause until now, as a neighbour sees it by its heartbeat, and the CPU time in one."""
     neighbour, longest = FakeEngine(daemon.socket, engine_id="neighbour", prefix="neighbour"), [0.0, 0.0]
     over, main_thread = threading.Event(), Path(f"/proc/{daemon.pid}/task/{daemon.pid}/schedstat")
 
