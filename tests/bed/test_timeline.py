@@ -37,6 +37,13 @@ def test_a_step_that_is_launched_ahead_begins_when_the_one_before_it_ends(device
     assert (device.steps, device.late_launches, device.idle_ns) == (2, 0, 0)
 
 
+def test_it_knows_the_first_step_of_a_request(device: Timeline, clock: Clock) -> None:
+    begun = [clock.now_ns, device.launch(100, 0)]
+    device.admit("a")
+    device.launch(100, 0)
+    assert (device.report()["admitted"], device.report()["begun_ns"]) == ({"a": 1}, begun)
+
+
 def test_a_step_that_comes_late_leaves_the_device_idle(device: Timeline, clock: Clock) -> None:
     clock.now_ns = device.launch(100, 0) + 3 * MS
     assert device.launch(0, 10) - clock.now_ns == 51 * MS

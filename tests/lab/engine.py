@@ -25,6 +25,7 @@ from tests.lab.passes import Abort, Pass, RequestResult
 from tests.lab.template import Forked, Template
 
 START_TIMEOUT_S = 180.0
+CHILD = "tests.lab.engine_child"
 Event = dict[str, Any]
 KVTransfer = dict[str, Any]
 
@@ -63,6 +64,8 @@ class EngineSpec:
     prepare: str = ""
     """Function, as ``module:name``, that the engine's process calls before it builds the engine. What it changes in
     vLLM reaches workers that are forked (of a template), or that share the process."""
+    child: str = CHILD
+    """The program of the engine's process; `tests.lab.bed.served` serves with vLLM's AsyncLLM."""
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments for vLLM's ``EngineArgs``; ``kv_transfer_config`` stays a plain dict."""
@@ -143,6 +146,7 @@ class Engine:
     def start(self) -> None:
         """Start the child and wait until the engine can serve."""
         env = {**os.environ, **self.spec.environment(), process.PARENT_VARIABLE: str(os.getpid())}
+        env[process.CHILD_VARIABLE] = self.spec.child
         # One folder per engine: upstream's connector names its lookup socket after the host only.
         env["VLLM_RPC_BASE_PATH"] = self._rpc
         with open(self.log, "ab") as log:
@@ -150,7 +154,7 @@ class Engine:
                 self._child = self._template.fork(env, log.fileno())
             else:
                 self._child = subprocess.Popen(
-                    [str(self.spec.python), "-m", "tests.lab.engine_child"],
+                    [str(self.spec.python), "-m", self.spec.child],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -197,6 +201,11 @@ class Engine:
     def scheduler_pid(self) -> int:
         """Pid of the process in which the scheduler runs."""
         return self._running().pid
+
+    @property
+    def pids(self) -> list[int]:
+        """Pids of all its processes."""
+        return [self._running().pid, *process.descendants(self._running().pid)]
 
     @property
     def worker_pids(self) -> list[int]:
@@ -263,7 +272,7 @@ class Engine:
         """The result of the pass that :meth:`begin` started."""
         answer = self._answer(timeout_s)
         requests = [RequestResult(**each) for each in answer["requests"]]
-        return Pass(requests=requests, total_s=answer["total_s"], steps=answer["steps"])
+        return Pass(requests, answer["total_s"], answer["steps"], answer.get("begun_s", 0.0))
 
     def wait_event(self, event: str, *, timeout_s: float = 60.0) -> Event:
         """Wait for the next ``event`` of a pass that :meth:`begin` started; others are dropped."""

@@ -69,7 +69,7 @@ class Child:
         if operation == "reset":
             return {"value": self._reset(message["reset_connector"])}
         if operation == "call":
-            return {"value": _named(message["function"])(self._engine, *message["args"], **message["kwargs"])}
+            return {"value": named(message["function"])(self._engine, *message["args"], **message["kwargs"])}
         raise ValueError(f"unknown operation {operation!r}")
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ class Child:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if prepare:
-            _named(prepare)()
+            named(prepare)()
         if engine_args["kv_transfer_config"] is not None:
             if engine_args["kv_transfer_config"]["kv_connector"] == "LMCacheMPConnector":
                 _let_numba_be_imported_first()
@@ -211,7 +211,7 @@ class Child:
             self._step()
 
 
-def _named(function: str) -> Any:
+def named(function: str) -> Any:
     """Return what ``module:name`` names."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -234,7 +234,8 @@ def _let_numba_be_imported_first() -> None:
     library.__getattr__ = getattr_
 
 
-def main() -> None:
+def main(kind: type[Child] = Child) -> None:
+    """Obey until told to stop."""
     die_with_parent()
     # The pipes move away from 0 and 1, where everything that vLLM and its workers print would end up in them.
     commands = os.fdopen(os.dup(0), "r")
@@ -244,7 +245,7 @@ def main() -> None:
     os.dup2(2, 1)
     for pipe in (commands, answers):  # a worker that was forked must not hold them open when this process has died
         os.register_at_fork(after_in_child=partial(os.close, pipe.fileno()))
-    child = Child(answers)
+    child = kind(answers)
     for line in commands:
         message = json.loads(line)
         if message["op"] == "stop":

@@ -26,6 +26,8 @@ class RequestResult:
     first_token_s: float | None
     finished_s: float | None
     finish_reason: str | None
+    token_s: tuple[float, ...] = ()
+    """When the client saw tokens; of served engines."""
 
     @property
     def ttft_s(self) -> float:
@@ -51,6 +53,8 @@ class Pass:
     requests: list[RequestResult]
     total_s: float
     steps: int
+    begun_s: float = 0.0
+    """When it began on the machine's monotonic clock; of served engines."""
 
     @property
     def tokens(self) -> list[list[int]]:

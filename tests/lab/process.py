@@ -24,6 +24,8 @@ REPO = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 # Carries the starter's pid to the child.
 PARENT_VARIABLE = "KVPREFETCH_LAB_PARENT"
+# Names the program of an engine's process to the template that forks it.
+CHILD_VARIABLE = "KVPREFETCH_LAB_CHILD"
 # For Popen.  Python 3.10 lacks it: the lab needs 3.11, as vLLM's CPU build does.
 OWN_GROUP: Any = {"process_group": 0}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -137,7 +138,7 @@ def _serve() -> None:
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker import cpu_worker  # noqa: F401
 
-    from tests.lab import engine_child
+    from tests.lab import engine_child  # noqa: F401
 
     # vLLM's own default; on a CPU it starts each worker anew.
     multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
@@ -161,7 +162,7 @@ def _serve() -> None:
                     os.close(fd)
                 os.environ.clear()
                 os.environ.update(json.loads(request))
-                engine_child.main()
+                importlib.import_module(os.environ[process.CHILD_VARIABLE]).main()
             finally:
                 os._exit(1)
         pidfd = os.pidfd_open(pid)

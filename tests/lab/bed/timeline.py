@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 _BY_ARITHMETIC = (
     "arithmetic, not measured: a step reads the weights once (HBM: 3.35 TB/s) and has its launches, a prompt's token "
@@ -129,6 +130,8 @@ class Timeline:
         """Steps for which the device waited although their requests were in the step before."""
         self.idle_ns = 0
         """How long it waited for these."""
+        self._begun_ns: list[int] = []
+        self._admitted: dict[str, int] = {}
         self.copy_ns = 0
         """Of synchronous copies, which lengthen their steps."""
 
@@ -146,8 +149,18 @@ class Timeline:
         self.steps += 1
         self.copy_ns += copied_ns
         step_ns = self._preset.step_ns(prefill_tokens, decode_tokens)
-        self._free_ns = max(now_ns, self._free_ns) + copied_ns + step_ns
+        self._begun_ns.append(max(now_ns, self._free_ns))
+        self._free_ns = self._begun_ns[-1] + copied_ns + step_ns
         return self._free_ns
+
+    def admit(self, name: str) -> None:
+        """Note that a request's first step is launched next."""
+        self._admitted[name] = self.steps
+
+    def report(self) -> dict[str, Any]:
+        """All that was counted; when each step began; and by request the number of its first step."""
+        counted = {name: getattr(self, name) for name in ("steps", "late_launches", "idle_ns", "copy_ns")}
+        return {**counted, "begun_ns": list(self._begun_ns), "admitted": dict(self._admitted)}
 
     def copy(self, copy_bytes: int) -> int:
         """Begin an asynchronous copy, beside the steps; return when it ends. Copies wait for each other."""

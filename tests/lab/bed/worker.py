@@ -235,6 +235,8 @@ class Runner:
     def _take_in(self, output: Any) -> None:
         """Note the tokens and blocks of the requests that the scheduler sends."""
         for new in output.scheduled_new_reqs:
+            if self.timeline is not None:
+                self.timeline.admit(new.req_id)
             tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
             adapter = "" if new.lora_request is None else new.lora_request.lora_name
             self.device.admit(new.req_id, tokens, new.block_ids, new.num_computed_tokens, adapter)
@@ -268,7 +270,9 @@ class Runner:
             for layer in group.layers:
                 if connector is not None:
                     connector.wait_for_layer_load(layer.name)
+                begun_ns = time.thread_time_ns()
                 self.device.run(plan, group, layer)
+                self.device.counters["oracle_ns"] += time.thread_time_ns() - begun_ns
                 if connector is not None:
                     connector.save_kv_layer(layer.name, self._tensors[layer.name], None)
         return plan
@@ -327,14 +331,23 @@ class Worker(CPUWorker):
         device, timeline = self.model_runner.device, self.model_runner.timeline
         found = device.report()
         if timeline is not None:
-            names = ("steps", "late_launches", "idle_ns", "copy_ns")
-            found["timeline"] = {name: getattr(timeline, name) for name in names}
+            found["timeline"] = timeline.report()
         if reset:
             device.counters.clear()
             device.faults.clear()
             if timeline is not None:
                 timeline.restart()
         return found
+
+    def bed_clock(self, on: bool) -> None:
+        """Let steps take no time from now on, or that of the preset again."""
+        runner = self.model_runner
+        runner.timeline = Timeline(runner.settings.preset, time.monotonic_ns) if on else None
+
+
+def clock(engine: Any, on: bool) -> Any:
+    """For `Engine.call`: `Worker.bed_clock` of each rank."""
+    return engine.collective_rpc("bed_clock", args=(on,))
 
 
 def report(engine: Any, reset: bool = False) -> list[dict[str, Any]]:
