@@ -22,7 +22,7 @@ CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart test
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ demo: setup ## two users and a store that is far: recomputed, vLLM's Mooncake co
 
 bench: setup ## sweeps over real engines, one JSON each: ARGS="PIECE ... [--quick] [--publish]" (docs/BENCHMARKS.md)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-served: setup ## served engines whose device has a modelled time, by load and link: ARGS="PIECE ... [--quick] [--publish]" (root)
+	@$(BIN)/python -m benchmarks.served $(ARGS)
 
 bench-serve: setup ## a recorded trace through vllm serve: ARGS="conversation --data DIR" or "agents …" (root)
 	@$(BIN)/python -m benchmarks.serve $(ARGS)

@@ -11,16 +11,24 @@ from typing import Any
 
 from benchmarks.bench import page, plots
 from benchmarks.bench.pieces import PIECES
+from benchmarks.served import page as served_page
+from benchmarks.served.pieces import PIECES as SERVED
 from tests.lab.process import REPO
 
 PAGE = REPO / "docs" / "BENCHMARKS.md"
+README = REPO / "README.md"
 PUBLISHED = REPO / "docs" / "benchmarks"
 BEGIN, END = "<!-- begin: python -m benchmarks.report -->", "<!-- end -->"
+PACED = "<!-- begin: python -m benchmarks.report, paced -->"
+TRACES = {
+    "agents": "`agents`: coding agents through the HTTP server (within the spread: two cores are too few)",
+    "conversation": "`conversation`: Mooncake's conversations through the HTTP server",
+}
 
 
 def published(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """All results under `folder`, by date, in the order of the pieces."""
-    order = {name: at for at, name in enumerate(PIECES)}
+    order = {name: at for at, name in enumerate([*SERVED, *PIECES])}
     found = {}
     for day in sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else ():
         results = [json.loads(path.read_text()) for path in sorted(day.glob("*.json"))]
@@ -31,12 +39,44 @@ def published(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def newest(days: dict[str, list[dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """Each piece's newest result, with its date."""
     last = {result["piece"]: (day, result) for day, results in sorted(days.items()) for result in results}
-    return [last[name] for name in [*PIECES, *sorted(set(last) - set(PIECES))] if name in last]
+    known = [*SERVED, *PIECES]
+    return [last[name] for name in [*known, *sorted(set(last) - set(known))] if name in last]
+
+
+def paced(days: dict[str, list[dict[str, Any]]]) -> str:
+    """The part of docs/BENCHMARKS.md about engines with a modelled device."""
+    results = [each for each in newest(days) if each[1]["piece"] in SERVED]
+    lines = served_page.overview(results) if results else ["No run of `make bench-served` has been published yet."]
+    return "\n".join([*lines, ""])
+
+
+def front(days: dict[str, list[dict[str, Any]]]) -> str:
+    """README's table: machines whose time is modelled, or while none was run what two cores compute."""
+    results = [result for _, result in newest(days)]
+    lines = page.heading(
+        "mean time to first token with kvprefetch, divided by that with …",
+        "vLLM's own Mooncake connector",
+        "kvprefetch on demand",
+    )
+    if rows := served_page.front(results):
+        return "\n".join([*lines, *rows, ""])
+    sweeps = [each for each in results if each["piece"] in PIECES]
+    lines += page.front("sweeps of an engine that two cores compute", sweeps)
+    for name, words in TRACES.items():
+        lines += page.front(words, [each for each in results if each["piece"] == name])
+    return "\n".join([*lines, ""])
+
+
+def details(results: list[dict[str, Any]], day: str) -> str:
+    """The page of a day."""
+    return "\n".join(
+        page.details(results, day, lambda each: served_page.details(each) if each["piece"] in SERVED else None)
+    )
 
 
 def generated(days: dict[str, list[dict[str, Any]]]) -> str:
-    """The part of docs/BENCHMARKS.md between the marks."""
-    results = newest(days)
+    """The part of docs/BENCHMARKS.md about engines that compute."""
+    results = [each for each in newest(days) if each[1]["piece"] not in SERVED]
     if not results:
         return "No run of `make bench` has been published yet.\n"
     return "\n".join([*page.overview(results), ""])
@@ -56,14 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.show:
         results = [json.loads(path.read_text()) for path in options.show]
-        print("\n".join(page.details(results, results[0]["begun"][:10])))
+        print(details(results, results[0]["begun"][:10]))
         return 0
     days = published(PUBLISHED)
     for day, results in days.items():
-        (PUBLISHED / day / "README.md").write_text("\n".join(page.details(results, day)))
+        (PUBLISHED / day / "README.md").write_text(details(results, day))
         for result in results:
             plots.draw(plots.drawing(result), PUBLISHED / day / f"{result['piece']}.svg")
-    PAGE.write_text(replaced(PAGE.read_text(), generated(days)))
+    PAGE.write_text(replaced(replaced(PAGE.read_text(), generated(days)), paced(days), PACED))
+    README.write_text(replaced(README.read_text(), front(days)))
     print(f"{PAGE.relative_to(REPO)}: {len(newest(days))} pieces of {len(days)} days")
     return 0
 

@@ -89,15 +89,3 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
 def test_the_readme_is_short() -> None:
     """A reader sees what it is, what it brings and how to begin."""
     assert len(README.splitlines()) <= 140
-
-
-def test_the_first_table_has_the_published_figures() -> None:
-    """README's rows are the least and greatest mean of all sweeps of docs/BENCHMARKS.md, and the mean of each trace."""
-    row = r"^\| \[(\w+)\]\(benchmarks/.*\| ([\d.]*)[^|]*\| ([\d.]*)[^|]*\|$"
-    text = (ROOT / "docs/BENCHMARKS.md").read_text()
-    means = {name: both for name, *both in re.findall(row, text, re.MULTILINE)}
-    traces = [tuple(means.pop(name)) for name in ("agents", "conversation")]
-    columns = [sorted(filter(None, column)) for column in zip(*means.values(), strict=True)]
-    sweeps = tuple(f"{column[0]} to {column[-1]}" for column in columns)
-    shown = re.findall(r"^\| .* \| ([\d.]+(?: to [\d.]+)?) \| ([\d.]+(?: to [\d.]+)?) \|$", README, re.MULTILINE)
-    assert shown == [sweeps, *traces]

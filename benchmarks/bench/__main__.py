@@ -9,10 +9,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import pieces, variants
+from benchmarks.bench.lab import Lab
 from benchmarks.bench.pieces import Piece
 from benchmarks.bench.runner import Runner
 from benchmarks.bench.setting import BLOCK, MODEL
@@ -27,12 +29,12 @@ WORK = REPO / "build" / "bench"
 PUBLISHED = REPO / "docs" / "benchmarks"
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments(module: str, table: Mapping[str, Piece]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench",
-        description=__doc__,
+        prog=f"python -m {module}",
+        description="Run pieces of the benchmark and write one JSON for each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["pieces:", *(f"  {each.name:10}{each.question}" for each in pieces.PIECES.values())]),
+        epilog="\n".join(["pieces:", *(f"  {each.name:11}{each.question}" for each in table.values())]),
     )
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help="see below (default all)")
     parser.add_argument(
@@ -80,10 +82,8 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def measure(piece: Piece, options: argparse.Namespace, said: str) -> dict[str, Any]:
+def measure(piece: Piece, options: argparse.Namespace, said: str, lab: type[Lab]) -> dict[str, Any]:
     """Run one piece and write its result; what was measured before a failure or SIGTERM is in it, with the reason."""
-    from benchmarks.bench.lab import Lab
-
     begun = time.monotonic()
 
     def say(line: str) -> None:
@@ -110,7 +110,7 @@ def measure(piece: Piece, options: argparse.Namespace, said: str) -> dict[str, A
         "failed": "it was ended",
     }
     try:
-        runner.run(lambda some, runs: Lab(some, runs, say, options.lmcache_python), options.lmcache_python)
+        runner.run(lambda some, runs: lab(some, runs, say, options.lmcache_python), options.lmcache_python)
         result["failed"] = None
     except Exception as error:
         traceback.print_exc()
@@ -122,11 +122,17 @@ def measure(piece: Piece, options: argparse.Namespace, said: str) -> dict[str, A
     return result
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments()
+def main(
+    argv: list[str] | None = None,
+    *,
+    module: str = "benchmarks.bench",
+    table: Mapping[str, Piece] = pieces.PIECES,
+    lab: type[Lab] = Lab,
+) -> int:
+    parser = arguments(module, table)
     options = parser.parse_args(argv)
     try:
-        some = pieces.chosen(options.pieces)
+        some = pieces.chosen(options.pieces, table)
         for piece in some:
             chosen_variants(options.variants, piece)
     except ValueError as error:
@@ -143,10 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     if not options.disk and (why_not := link.available()) is not None:
         print(f"no limited link here ({why_not}): the store is a slow disk, which only kvprefetch can read", flush=True)
         options.disk = True
-    said = command("benchmarks.bench", sys.argv[1:] if argv is None else argv)
+    said = command(module, sys.argv[1:] if argv is None else argv)
     bad = []
     for piece in some:
-        result = measure(piece, options, said)
+        result = measure(piece, options, said, lab)
         if result["failed"] or result["tokens"]["different"]:
             bad.append(f"{piece.name}: {result['failed'] or 'other tokens'}")
         elif options.publish:

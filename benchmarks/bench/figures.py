@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,7 @@ def per_round(passed: Passed, setting: Mapping[str, Any], block_bytes: int) -> d
         if daemon.get("announced_s"):  # results of before have none
             found["announced_s"] = statistics.fmean(daemon["announced_s"])
             found["announced_staged"] = daemon["announced_staged"] / daemon["announced_blocks"]
-    counts = passed.get("counts", {})
-    return found | {name: counts[name] for name in ("returning_s", "staged_share", "expired_bytes") if name in counts}
+    return found | {name: value for name, value in passed.get("counts", {}).items() if name in FIGURES}
 
 
 FIGURES = {
@@ -116,6 +116,14 @@ FIGURES = {
     "returning_s": "TTFT mean of turns that came back, s",
     "staged_share": "share of their stored blocks that was staged at arrival",
     "expired_bytes": "MB announced in vain, in all",
+    "between_s": "time between tokens mean, s",
+    "between_p99_s": "time between tokens p99, s",
+    "recomputed_tokens": "tokens computed that the store had, a request",
+    "steps_waited": "steps begun before the request's own, since its arrival",
+    "late_launches": "steps launched late, of 100",
+    "idle_s": "device idle for want of a launch, s",
+    "wrong_blocks": "wrong blocks",
+    "oracle_share": "share of the engine's CPU that wrote and compared blocks",
 }
 
 
@@ -130,6 +138,23 @@ def point_figures(point: Mapping[str, Any], block_bytes: int) -> dict[str, dict[
         }
         for variant, several in rounds.items()
     }
+
+
+def paired_ratio(point: Mapping[str, Any], mine: str, other: str) -> Figure | None:
+    """The median over requests of the time to first token with `mine` over that with `other`, each the mean of rounds.
+
+    Least and greatest are the ends of its 95 % interval, by order statistics. None without passes of both.
+    """
+    means = []
+    for variant in (mine, other):
+        rounds = [ttft_s(passed) for passed in point["passes"] if passed["variant"] == variant]
+        means.append([statistics.fmean(times) for times in zip(*rounds, strict=True)])
+    if not all(means):
+        return None
+    ratios = sorted(us / they for us, they in zip(*means, strict=True))
+    half, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
+    low, high = max(0, math.floor(half - reach)), min(len(ratios) - 1, math.ceil(half + reach))
+    return Figure(statistics.median(ratios), ratios[low], ratios[high])
 
 
 def exposed_bound_s(wait_s: float, fetch_s: float) -> float:

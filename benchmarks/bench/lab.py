@@ -35,6 +35,11 @@ class Lab:
     `settings`: all these points. A point's engines run inside `engines`.
     """
 
+    sets = SETS
+    """Of prompts, which passes take in turn."""
+    of_local = frozenset({variants.BUSY, variants.RECOMPUTED})
+    """Variants that the engine of `local` serves, too."""
+
     def __init__(
         self, settings: Sequence[Setting], chosen: Sequence[str], say: Say, lmcache_python: Path | None = None
     ) -> None:
@@ -51,17 +56,21 @@ class Lab:
             self._template = stack.enter_context(Template(EngineSpec(model=self._model).environment()))
             self._far = Far(
                 self._settings[0].far,
-                max(each.fetched_bytes * max(8, each.requests) for each in self._settings),
+                max(each.fetched_bytes * self.staged(each) for each in self._settings),
                 self._say,
                 self._python if not set(variants.LMCACHE).isdisjoint(self.variants) else None,
             )
             stack.enter_context(self._far)
-            self._far.fill(self._warm_up() + self._stored(self._settings), self._filler)
+            self._far.fill(self._warm_up() + self._stored(self._settings), self.filler)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def staged(self, setting: Setting) -> int:
+        """Return for how many of the prompts staging has room."""
+        return max(8, setting.requests)
 
     @property
     def limited_link(self) -> bool:
@@ -77,21 +86,22 @@ class Lab:
             for variant in [variants.LOCAL, *self.variants]:
                 if variant in self._engines:
                     continue
-                if variant in (variants.BUSY, variants.RECOMPUTED):
+                if variant in self.of_local:
                     self._engines[variant] = self._engines[variants.LOCAL]
                     continue
                 self._say(f"starting {'an engine' if count == 1 else f'{count} engines'}: {variant}")
-                self._engines[variant] = [stack.enter_context(self._engine(variant, settings)) for _ in range(count)]
+                self._engines[variant] = [stack.enter_context(self.engine(variant, settings)) for _ in range(count)]
             attached = sum(len(several) for variant, several in self._engines.items() if variants.ours(variant))
-            if attached and self._far.daemon.wait_record("engine.attached", count=known + attached) is None:
-                raise EngineError("an engine did not attach to the daemon")
+            wanted = known + attached
+            if attached and self._far.daemon.wait_record("engine.attached", count=wanted, timeout_s=30) is None:
+                raise EngineError("an engine did not attach: " + " ".join(self._far.daemon.lines[-20:]))
             if variants.ANNOUNCED in self._engines:
                 self._announcer = Announcer(self._far.daemon.socket, variants.ANNOUNCED)
             self._far.away(max(each.rate_mbit(1.0) for each in settings))
             if not self._partial:
                 for setting in settings:
-                    for number in range(SETS):
-                        self._fill_local(setting, number)
+                    for number in range(self.sets):
+                        self.fill_local(setting, number)
             for several in self._engines.values():
                 for engine in several:  # the first requests are slower: code and memory are cold
                     engine.run(self._warm_up(), max_tokens=8, concurrency=settings[0].places, timeout_s=PASS_S)
@@ -114,6 +124,7 @@ class Lab:
 
     def serve(self, variant: str, setting: Setting, pace: Pace, number: int) -> Served:
         """Serve the prompts of set `number` once, from an empty prefix cache but for the ideal."""
+        number %= self.sets
         engines, asked = self._engines[variant], plan(setting, pace, number)
         self._far.away(setting.rate_mbit(pace.place_s))
         if not variants.bare(variant) or self._partial:
@@ -121,7 +132,7 @@ class Lab:
                 if not engine.reset_prefix_cache():
                     self._say(f"WARNING: the prefix cache could not be emptied before: {variant}")
         if variant == variants.LOCAL and self._partial:
-            self._fill_local(setting, number)
+            self.fill_local(setting, number)
         sampling = {"skip_reading_prefix_cache": True} if variant == variants.RECOMPUTED else {}
         lines = len(self._far.daemon.records("request.done"))
         others, before = Interference(), self._used(engines)
@@ -168,11 +179,11 @@ class Lab:
         """So far: CPU seconds of these engines, of all our processes, and bytes received over the link."""
         link = self._far.link
         received = 0.0 if link is None else float(link.received_bytes)
-        return cpu_s([each.scheduler_pid for each in engines]), cpu_s(ours()), received
+        return cpu_s([pid for each in engines for pid in each.pids]), cpu_s(ours()), received
 
     def _stored(self, settings: Sequence[Setting]) -> list[list[int]]:
         """All that the store has of these points' prompts, each once."""
-        sets = range(SETS + (variants.BUSY in self.variants))
+        sets = range(self.sets + (variants.BUSY in self.variants))
         every = [prompt for setting in settings for number in sets for prompt in stored(setting, number)]
         return [list(each) for each in dict.fromkeys(map(tuple, every))]
 
@@ -183,12 +194,13 @@ class Lab:
     def _short() -> list[list[int]]:
         return make_prompts(1, SHORT_TOKENS, vocab=MODEL.vocab, seed=98)
 
-    def _fill_local(self, setting: Setting, number: int) -> None:
+    def fill_local(self, setting: Setting, number: int) -> None:
+        """Compute with the ideal's engine what the store has of the prompts of set `number`."""
         if some := stored(setting, number):
             for engine in self._engines[variants.LOCAL]:
                 engine.run(some, max_tokens=1, concurrency=1, timeout_s=PASS_S)
 
-    def _spec(self, settings: Sequence[Setting]) -> EngineSpec:
+    def spec(self, settings: Sequence[Setting]) -> EngineSpec:
         """All alike but for the connector, and the ideal's roomy pool."""
         blocks = max(each.blocks for each in settings)
         return EngineSpec(
@@ -201,8 +213,9 @@ class Lab:
             **self._far.engine_options,
         )
 
-    def _engine(self, variant: str, settings: Sequence[Setting]) -> Engine:
-        spec = self._spec(settings)
+    def engine(self, variant: str, settings: Sequence[Setting]) -> Engine:
+        """Return an engine of this variant, not yet started."""
+        spec = self.spec(settings)
         if variants.bare(variant):
             # All that may be asked of it, and as much again for what is recomputed meanwhile.
             every = 2 * SETS * sum(each.requests * each.blocks for each in settings)
@@ -215,6 +228,7 @@ class Lab:
         transfer_config = variants.transfer(variant, self._far.daemon.socket)
         return Engine(spec.but(kv_transfer=transfer_config), template=self._template)
 
-    def _filler(self, transfer: dict[str, Any], options: dict[str, Any]) -> Engine:
-        spec = self._spec(self._settings).but(kv_transfer=transfer, **options)
+    def filler(self, transfer: dict[str, Any], options: dict[str, Any]) -> Engine:
+        """Return an engine that stores all prompts; `options`: more fields of its spec."""
+        spec = self.spec(self._settings).but(kv_transfer=transfer, **options)
         return Engine(spec, template=self._template)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.bench.figures import FIGURES, Figure, point_figures
@@ -115,6 +115,19 @@ def overview(results: Iterable[tuple[str, Result]]) -> list[str]:
     return lines + hidden
 
 
+def front(words: str, results: Sequence[Result]) -> list[str]:
+    """A row of README: ours against upstream's connector and on demand, least to greatest mean of these pieces."""
+    cells = []
+    for other in ("upstream-async", ON_DEMAND):
+        means = [
+            statistics.geometric_mean(ratios)
+            for each in results
+            if (mine := _mine(each)) and not _comes_behind(each) and (ratios := _ratios(each, mine, other))
+        ]
+        cells.append(span(means) if means else "")
+    return [row(words, *cells)] if results else []
+
+
 def over_points(ratios: Sequence[float], of: str = "") -> str:
     """The geometric mean, and least and greatest."""
     middle = " ".join(filter(None, (f"{statistics.geometric_mean(ratios):.2f} ×", of)))
@@ -191,8 +204,11 @@ def section(result: Result) -> list[str]:
     return [f"## {name}", "", result["question"], "", picture, "", *reading(result), "", f"[Raw]({name}.json).", ""]
 
 
-def details(results: Sequence[Result], date: str) -> list[str]:
-    """The page of one day: all figures of all its pieces."""
+Table = Callable[[Result], "list[str] | None"]
+
+
+def details(results: Sequence[Result], date: str, first: Table = lambda _: None) -> list[str]:
+    """The page of one day: all figures of all its pieces; `first`: the first table of those that have their own."""
     lines = [
         f"# Benchmark of {date}",
         "",
@@ -201,7 +217,8 @@ def details(results: Sequence[Result], date: str) -> list[str]:
     ]
     for result in results:
         lines += [*section(result), *[line for part in provenance(result) for line in (part, "")]]
-        lines += [] if _comes_behind(result) else [*means(result), ""]
+        own = first(result)
+        lines += [] if _comes_behind(result) else [*(means(result) if own is None else own), ""]
         columns = [
             name
             for name in FIGURES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bench.setting import Setting
@@ -28,12 +28,16 @@ class Piece:
     variants: tuple[str, ...] = DEFAULT
     rounds: int = 3
     logarithmic: bool = False
+    quick_share: int = 2
+    """A short run has so much less requests."""
 
     def settings(
         self, *, quick: bool, requests: int | None = None, points: Sequence[float] = ()
     ) -> list[tuple[float, Setting]]:
         """The points and their settings; `requests` instead of the piece's own, of which a quick run has half."""
-        base = self.base.but(requests=requests or (self.base.requests // 2 if quick else self.base.requests))
+        base = self.base.but(
+            requests=requests or (self.base.requests // self.quick_share if quick else self.base.requests)
+        )
         return [(point, self.vary(base, point)) for point in points or (self.quick if quick else self.points)]
 
 
@@ -155,8 +159,8 @@ PIECES = {
 }
 
 
-def chosen(names: Sequence[str]) -> list[Piece]:
+def chosen(names: Sequence[str], table: Mapping[str, Piece] = PIECES) -> list[Piece]:
     """The pieces of these names, all without one; raises ValueError for a name that is none."""
-    if unknown := [each for each in names if each not in PIECES]:
-        raise ValueError(f"no such piece: {', '.join(unknown)}: choose from {', '.join(PIECES)}")
-    return [PIECES[each] for each in names] if names else list(PIECES.values())
+    if unknown := [each for each in names if each not in table]:
+        raise ValueError(f"no such piece: {', '.join(unknown)}: choose from {', '.join(table)}")
+    return [table[each] for each in names] if names else list(table.values())

@@ -55,7 +55,7 @@ class Budget:
 
 def built(setting: Setting) -> tuple[object, ...]:
     """What engines are started anew for."""
-    return (setting.places, setting.spare, setting.engines)
+    return (setting.places, setting.spare, setting.engines, setting.preset)
 
 
 def unexpected(variant: str, setting: Setting, served: Served) -> Iterator[str]:
@@ -118,7 +118,10 @@ class Runner:
             points = []
             for at, setting in some:
                 pace = bed.pace(setting)
-                self._say(f"point {at:g}: a place is held for {pace.place_s:.2f} s, a fetch takes {pace.fetch_s:.3f} s")
+                self._say(
+                    f"point {at:g}: a place is held for {pace.place_s:.2f} s, a fetch takes {pace.fetch_s:.3f} s; "
+                    f"{pace.proportions or 'this machine computes'}"
+                )
                 points.append((pace, {"at": at, "setting": asdict(setting), "pace": asdict(pace), "passes": []}))
             self.result["points"] += [point for _, point in points]
             sets = itertools.count()

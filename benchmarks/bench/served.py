@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -81,6 +82,12 @@ class Served:
     load: float = 0.0
     """Load average at the end."""
     daemon: Daemon | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+    """More figures of the whole pass (FIGURES in benchmarks/bench/figures.py)."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two tokens of a request, as its client saw them; not kept."""
+    begun_s: float = 0.0
+    """When it began, on the clock of the machine; not kept."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Output tokens by the prompt's number; compared, not kept."""
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -89,13 +96,13 @@ class Served:
     def kept(self) -> dict[str, Any]:
         """As the result has it."""
         values = asdict(self)
-        del values["tokens"], values["lines"]
+        del values["tokens"], values["lines"], values["gaps_s"], values["begun_s"]
         return values
 
 
 def merged(parts: Sequence[tuple[Plan, Pass]]) -> Served:
     """One pass out of those of all its engines, which began together."""
-    columns, tokens = Requests(), {}
+    columns, tokens, gaps_s = Requests(), {}, list[float]()
     for asked, result in parts:
         free_s = 0.0  # when the only place is free again, where requests come in pairs
         paired = -1 in asked.names
@@ -109,6 +116,7 @@ def merged(parts: Sequence[tuple[Plan, Pass]]) -> Served:
             columns.first_token_s.append(round(each.arrival_s + each.ttft_s, 5))
             columns.finished_s.append(round(each.finished_s or 0.0, 5))
             columns.cached_tokens.append(each.cached_tokens)
+            gaps_s += [after - before for before, after in itertools.pairwise(each.token_s)]
             if paired:
                 columns.waited_s.append(round(max(0.0, free_s - each.arrival_s), 5))
     return Served(
@@ -116,4 +124,6 @@ def merged(parts: Sequence[tuple[Plan, Pass]]) -> Served:
         total_s=round(max(result.total_s for _, result in parts), 4),
         steps=sum(result.steps for _, result in parts),
         tokens=tokens,
+        gaps_s=gaps_s,
+        begun_s=parts[0][1].begun_s,
     )

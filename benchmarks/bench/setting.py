@@ -37,6 +37,8 @@ class Pace:
     place_s: float
     step_s: float
     fetch_s: float
+    proportions: str = ""
+    """Fetch, prefill and step, as results show them, where the engine's time is modelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class Setting:
     link_mbit: float | None = None
     """The link's rate. None: such that a prompt's fetch takes `fetch` times as long as a request holds its place."""
     fetch: float = 0.3
+    preset: str = ""
+    """Of tests/lab/bed/timeline.py: the engine's time is modelled. Empty: an engine that computes."""
+    through: Literal["engine", "http"] = "engine"
+    """Where requests go with a preset: to vLLM's AsyncLLM, or to `vllm serve`."""
 
     def but(self, **changes: Any) -> Setting:
         """A copy with some fields changed."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from benchmarks.bench import page
 from tests.lab.link import available
 from tests.lab.process import REPO
@@ -53,3 +54,29 @@ def test_a_piece_runs_and_its_page_can_be_made(tmp_path: Path, far: str) -> None
             if far == "link" and each["variant"] in ("upstream-async", "kvprefetch-wait"):
                 assert each["link_bytes"] >= loaded
     assert "kvprefetch-wait against upstream-async" in "\n".join(page.section(result)) or far == "disk"
+
+
+def test_a_piece_with_modelled_time_runs_and_its_page_can_be_made(tmp_path: Path) -> None:
+    """All variants serve the same arrivals with equal tokens and no wrong block; local is the preset's time."""
+    if why_not := available():
+        pytest.skip(f"no limited link: {why_not}")
+    argv = [
+        *("load-50-10", "--points", "0.3", "--requests", "24", "--rounds", "1", "--variants"),
+        "local,upstream-async,kvprefetch",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.served", *argv, "--out", str(tmp_path)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "load-50-10.json").read_text())
+    assert (result["problems"], result["tokens"]) == ([], {"compared": 48, "different": {}})
+    passes = {each["variant"]: each for each in result["points"][0]["passes"]}
+    assert {each["counts"]["wrong_blocks"] for each in passes.values()} == {0}
+    assert passes["local"]["counts"]["between_s"] == pytest.approx(0.05, rel=0.05)
+    assert set(passes["upstream-async"]["requests"]["cached_tokens"]) == {1984}
+    assert passes["upstream-async"]["counts"]["steps_waited"] > passes["local"]["counts"]["steps_waited"] + 1
+    assert "| 25 : 19.8 : 50 ms | kvprefetch |" in report.details([result], "2026-11-29")

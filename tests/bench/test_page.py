@@ -59,13 +59,18 @@ def result(name: str = "open", **ttft: tuple[float, ...]) -> dict[str, Any]:
 
 def test_the_page_is_what_the_published_results_say() -> None:
     """Run `python -m benchmarks.report` after publishing."""
-    text = report.PAGE.read_text()
-    assert text == report.replaced(text, report.generated(DAYS))
+    for page_, part, begin in (
+        (report.PAGE, report.generated(DAYS), report.BEGIN),
+        (report.PAGE, report.paced(DAYS), report.PACED),
+        (report.README, report.front(DAYS), report.BEGIN),
+    ):
+        text = page_.read_text()
+        assert text == report.replaced(text, part, begin)
 
 
 @pytest.mark.parametrize("day", DAYS)
 def test_a_day_s_page_is_what_its_results_say(day: str) -> None:
-    assert (report.PUBLISHED / day / "README.md").read_text() == "\n".join(page.details(DAYS[day], day))
+    assert (report.PUBLISHED / day / "README.md").read_text() == report.details(DAYS[day], day)
 
 
 @pytest.mark.parametrize(("day", "each"), RESULTS, ids=lambda each: each if isinstance(each, str) else each["piece"])
