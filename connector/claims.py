@@ -227,10 +227,10 @@ class Claims:
                 if flag.state == HINTED:
                     return self._hinted(state, handle, flag, visit)
             if flag.state == EXPIRED:
-                self.finish(state, Outcome.LOST)
+                self.finish(state, Outcome.VOIDED)
             elif start < handle.local_blocks:
                 # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
-                self.finish(state, Outcome.EVICTED)
+                self.finish(state, Outcome.LOCAL_GAP)
                 state.evicted(visit.now_ns)
             elif flag.state != HINTED:  # after a stop, nothing is no miss
                 return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
@@ -244,7 +244,7 @@ class Claims:
         if verdict is Verdict.WAIT and self._late_hint(state, session, visit.start):
             self.this_pass.waits |= wait.policy == "adaptive"  # one that waits at any cost decides for itself only
             return PENDING
-        return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.LATE)
+        return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.TIMED_OUT)
 
     def _hinted(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
         """The fetch goes on: wait for it, or make do with what is ready."""
@@ -264,7 +264,7 @@ class Claims:
             # With a full ring the next visit that finds the same tries again.
             self._counters["stopped"] += hints.stop(handle, visit.now_ns)
         elif verdict is not Verdict.WAIT:  # STOP, too, where nothing that is under way would be of use
-            outcome = Outcome.LATE if verdict is Verdict.LATE else Outcome.RECOMPUTED
+            outcome = Outcome.TIMED_OUT if verdict is Verdict.TIMED_OUT else Outcome.RECOMPUTED
             return self._take(state, handle, flag, visit, outcome)
         if not handle.asked_ns:
             hints.ask(handle, visit.now_ns)
@@ -319,7 +319,7 @@ class Claims:
         now_ns = self._now_ns()
         if self.hint(state, session, start, now_ns):
             state.hinted_late()
-            self._counters["late_hints"] += 1
+            self._counters["on_demand_hints"] += 1
             assert state.handle is not None
             hints.ask(state.handle, now_ns)
         return True
@@ -363,7 +363,7 @@ class Claims:
         if outcome == Outcome.MISS:
             self._counters["misses"] += 1
         else:
-            self._counters["late" if outcome == Outcome.LATE else "recomputed"] += 1
+            self._counters["timed_out" if outcome == Outcome.TIMED_OUT else "recomputed"] += 1
         return NOTHING
 
     def _note_found(self, handle: Handle, flag: Flag) -> None:

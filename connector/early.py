@@ -92,7 +92,7 @@ class EarlyHints:
         if early is None or early.handle.session is not session:  # nobody reads an ended epoch
             return None
         if early.generation != self._resets.generation:
-            hints.finish(early.handle, Outcome.LOST)
+            hints.finish(early.handle, Outcome.VOIDED)
             return None
         early.handle.adopt(self._now_ns())
         return early

@@ -41,7 +41,7 @@ IDLE_VISIT_NS = 1_250_000.0
 
 
 class Verdict(enum.Enum):
-    """WAIT for the next visit; TAKE what is ready, as recomputing the rest is sooner; LATE: the bound is reached.
+    """WAIT for the next visit; TAKE what is ready, as recomputing the rest is sooner; TIMED_OUT: the bound is reached.
 
     STOP: as WAIT, but only for the blocks that are under way: recomputing the others is sooner.
     """
@@ -49,7 +49,7 @@ class Verdict(enum.Enum):
     WAIT = "wait"
     STOP = "stop"
     TAKE = "take"
-    LATE = "late"
+    TIMED_OUT = "timed_out"
 
 
 class Visit(NamedTuple):
@@ -136,7 +136,7 @@ class WaitPolicy:
         if wait.policy == "best_effort":
             return Verdict.TAKE
         if wait.counts and now_ns >= wait.bound_ns:
-            return Verdict.LATE
+            return Verdict.TIMED_OUT
         if wait.policy != "adaptive" or not wait.counts:
             return Verdict.WAIT
         missing = max(0, limit - ready)

@@ -333,7 +333,7 @@ class SchedulerSide:
             if self.adapters.read(worker_meta.adapters):
                 self.saves.drop()
             for state in self.adapters.name(self.requests.values()):
-                self._give_up(state, Outcome.LOST)
+                self._give_up(state, Outcome.VOIDED)
         if worker_meta.weights:
             self._weights_reported(worker_meta.weights)
         if worker_meta.saves:
@@ -408,7 +408,7 @@ class SchedulerSide:
         """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
         self._usable_session()
         for state in self.requests.values():
-            self._give_up(state, Outcome.LOST)
+            self._give_up(state, Outcome.VOIDED)
         self.saves.reset(self.resets.generation)
         self._tell()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Every name that may be reported, with its help text; all only grow.
 COUNTERS: Mapping[str, str] = {
     "hints": "Hints sent to the daemon",
-    "late_hints": "Hints sent only when the scheduler asked for the request",
+    "on_demand_hints": "Hints sent only when the scheduler asked for the request",
     "hints_dropped": "Hints not sent at first because the ring or the flags had no room",
     "hints_resent": "Those sent when there was room again, before the scheduler asked",
     "loads": "Loads dispatched to the workers",
@@ -26,7 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "failed_loads": "Loads that failed on a worker; their blocks are recomputed",
     "unknown_loads": "Acknowledgements of loads this engine does not know",
     "misses": "Requests that the store had nothing for",
-    "late": "Requests whose first block was not there in time",
+    "timed_out": "Requests whose first block was not there in time",
     "recomputed": "Requests that had nothing to take yet and did not wait, recomputing being sooner",
     "stopped": "Requests that waited only for the blocks under way: recomputing the others was sooner",
     "cut_short": "Loads of the ready part of a fetch that was not over",
@@ -38,13 +38,16 @@ COUNTERS: Mapping[str, str] = {
     "saves_dropped": "Blocks copied for a save that the engine then gave up: a reset, or a copy or a load that failed",
     "save_blocks_unsaved": "Blocks that found no save slot as long as the engine held them",
     "save_blocks_again": "Blocks of the engine's own cache that are saved again, as the store had lost them",
-    "detached": "Sessions given up because the daemon's memory could not be true",
+    "detached": "Attachments given up because the daemon's memory could not be true",
     "load_bytes": "Bytes copied from staging to the KV cache, all ranks",
     "load_device_bytes": "Those of these bytes that came from staging in device memory",
     "load_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",
     "save_bytes": "Bytes copied from the KV cache to staging, all ranks",
     "save_seconds": "Time the workers' threads spent on these copies (CUDA: on queueing them), all ranks",
 }
+
+# Names of the release before, exported for one release longer.
+FORMER = {"timed_out": "late", "on_demand_hints": "late_hints"}
 
 
 class KVPrefetchStats(KVConnectorStats):
@@ -92,7 +95,7 @@ class KVPrefetchPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, types, labelnames, engines)
         families = {
             name: self._counter_cls(name=f"vllm:kvprefetch_{name}_total", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
+            for name, text in [*COUNTERS.items(), *((former, f"Now {name}") for name, former in FORMER.items())]
         }
         self._counters = {
             engine: {name: family.labels(*values) for name, family in families.items()}
@@ -103,5 +106,6 @@ class KVPrefetchPromMetrics(KVConnectorPromMetrics):
         """Add one report. Skip unknown names: an error would end vLLM's metrics for good."""
         counters = self._counters[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name in counters:
-                counters[name].inc(value)
+            for each in (name, FORMER.get(name)):
+                if each in counters:
+                    counters[each].inc(value)

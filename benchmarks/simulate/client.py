@@ -104,7 +104,7 @@ class Client:
         if verdict is Verdict.STOP:
             verdict = self._stop(request, start, flag)
         if verdict is Verdict.WAIT and request.key is None and not self._late_hint(request, start):
-            verdict = Verdict.LATE
+            verdict = Verdict.TIMED_OUT
         if verdict is Verdict.WAIT:
             assert request.key is not None
             if request.asked_ns == 0:
@@ -118,7 +118,7 @@ class Client:
             adaptive = self._policy.wait == "adaptive"
             self._review(request, now + REVIEW_NS * self._pending_count if adaptive else wait.bound_ns)
             return None
-        self.counters.deadline_misses += verdict is Verdict.LATE
+        self.counters.deadline_misses += verdict is Verdict.TIMED_OUT
         self.counters.given_up += verdict is Verdict.TAKE
         if request.key is None:
             request.settled = True

@@ -200,7 +200,7 @@ class Bench:
 def _hidden(record: dict[str, Any]) -> float:
     """Return the simulation's hidden fraction of a request that loaded."""
     ready = record["looked_up_ms"] if record["last_byte_ms"] is None else record["last_byte_ms"]
-    asked = ready if record["asked_ms"] is None else record["asked_ms"]
+    asked = ready if record["visited_ms"] is None else record["visited_ms"]
     return over_when_asked(record["hint_seen_ms"], ready, asked, record["claimed_ms"])
 
 

@@ -131,7 +131,7 @@ class Epoch(Caller):
         parts = self.parts
         # A record that waits in the ring may say how a request ended.
         for key in self.channel.orphans() if not self.channel.ring.waiting else ():
-            self._finish(key, Ending.UNTOLD)
+            self._finish(key, Ending.UNREPORTED)
         for key in self.channel.forsaken(now_ns):
             if (request := self.planner.finish(key)) is not None:
                 self._write(request, Ending.FORSAKEN)

@@ -74,7 +74,7 @@ _MISSING = {
     "never_stored": Cause.COLD,
 }
 _OWN = (Cause.PLACES, Cause.PREFILL)
-_WAITED = (Ending.LATE.value, Ending.RECOMPUTED.value, Ending.ABORTED.value)
+_WAITED = (Ending.TIMED_OUT.value, Ending.RECOMPUTED.value, Ending.ABORTED.value)
 
 
 def cause(record: Record) -> str | None:
@@ -146,7 +146,7 @@ def _parts(record: Record) -> dict[Cause, float]:
     A request that waited in vain is judged by all that the daemon did for it.
     """
     ended = amount(record, "ended_ms")
-    asked, claimed = figure(record, "asked_ms"), figure(record, "claimed_ms")
+    asked, claimed = figure(record, "visited_ms"), figure(record, "claimed_ms")
     end = claimed if claimed is not None else ended
     turn = asked if asked is not None else end
     start, left = turn, turn + amount(record, "exposed_ms")

@@ -23,14 +23,14 @@ class Ending(enum.Enum):
     # The engine reports these (the names of wire.records.Outcome).
     LOADED = "loaded", "the engine copied blocks out of staging"
     MISS = "miss", "the store had nothing beyond what the engine held itself"
-    LATE = "late", "the engine waited as long as it may and had nothing to take yet; it recomputed"
+    TIMED_OUT = "timed_out", "the engine waited as long as it may and had nothing to take yet; it recomputed"
     RECOMPUTED = "recomputed", "the engine had nothing to take yet, and expected to recompute sooner than to wait"
     ABORTED = "aborted", "the request ended in the engine before it was admitted"
     UNUSED = "unused", "admitted without these blocks: all were local by then, or another connector answered"
-    EVICTED = "evicted", "the engine lost local blocks that the hint had counted on; it hinted again"
-    LOST = "lost", "the engine gave the hint up: a reset voided it"
+    LOCAL_GAP = "local_gap", "the engine evicted local blocks that the hint had counted on; it hinted again"
+    VOIDED = "voided", "the engine gave the hint up: a reset voided it"
     # The daemon finds these.
-    UNTOLD = "untold", "the engine gave the flag up, and its record did not come: the hint ring was full"
+    UNREPORTED = "unreported", "the engine gave the flag up, and its record did not come: the hint ring was full"
     FORSAKEN = "forsaken", "its early hint came, and the scheduler did not get the request within 30 s"
     RESET = "reset", "the engine's weights changed (`reset_cache`) while it was pending or staged"
     ENGINE_GONE = "engine_gone", "the connection to one of the engine's processes ended first"

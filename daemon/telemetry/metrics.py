@@ -26,7 +26,7 @@ MEDIA = ("memory", "disk")
 ANNOUNCED_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
 ANNOUNCED = ("used", "late", "expired", "missing", "rejected")
 OTHER = "other"
-WAITED = (*(each.value for each in (Ending.LOADED, Ending.LATE, Ending.RECOMPUTED, Ending.MISS)), OTHER)
+WAITED = (*(each.value for each in (Ending.LOADED, Ending.TIMED_OUT, Ending.RECOMPUTED, Ending.MISS)), OTHER)
 # Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
 FAST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01, 0.05, 0.25, 1.0)
 SLOW_S = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -50,7 +50,7 @@ class Described(NamedTuple):
 
 
 _counter, _gauge, _histogram = (partial(Described, kind) for kind in ("counter", "gauge", "histogram"))
-_MEDIUM, _ENGINE, _ENGINE_USE = ("tier",), ("engine",), ("engine", "use")
+_MEDIUM, _ENGINE, _ENGINE_USE = ("medium",), ("engine",), ("engine", "use")
 
 CATALOGUE: dict[str, Described] = {
     "hints": _counter("Hints read from the rings"),
@@ -147,7 +147,7 @@ CATALOGUE: dict[str, Described] = {
 # Every value of a label that can come is there from the start: a rate over the first one needs the zero before it.
 _VALUES = {
     "outcome": tuple(ending.value for ending in Ending),
-    "tier": MEDIA,
+    "medium": MEDIA,
     "result": ANNOUNCED_RESULTS,
     "event": tuple(name for name, level in EVENTS.items() if level in ("warning", "error")),
 }

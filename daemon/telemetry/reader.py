@@ -15,6 +15,9 @@ MAX_LINE_BYTES = 1 << 20
 JOURNAL = "the journal"  # as the daemon names where its log goes
 LOOK_S = 0.2  # between looks at a file that is followed
 
+# Names in lines of the release before, which this release still reads.
+FORMER_OUTCOMES = {"late": "timed_out", "evicted": "local_gap", "lost": "voided", "untold": "unreported"}
+
 Record = dict[str, Any]
 
 
@@ -25,6 +28,9 @@ def parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("event"), str) and isinstance(record.get("ts"), str):
+        if record["event"] == "request.done" and "asked_ms" in record:
+            record["visited_ms"] = record.pop("asked_ms")
+            record["outcome"] = FORMER_OUTCOMES.get(str(record.get("outcome")), record.get("outcome"))
         return record
     return None
 

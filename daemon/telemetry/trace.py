@@ -110,7 +110,7 @@ class Trace:
             "first_byte_ms": self._ms(request.first_byte_ns),
             "last_byte_ms": self._ms(request.last_byte_ns),
             "answered_ms": self._ms(self.answered_ns),
-            "asked_ms": self._ms(asked),
+            "visited_ms": self._ms(asked),
             "claimed_ms": self._ms(claimed),
             "loaded_ms": self._ms(loaded),
             "ended_ms": self._ms(now_ns),

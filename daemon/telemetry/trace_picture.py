@@ -66,7 +66,7 @@ def headline(record: Record) -> list[str]:
 
 def spans(record: Record) -> list[Span]:
     """Return the parts that the request went through, in the order of their starts."""
-    names = ("hint_seen", "looked_up", "first_byte", "last_byte", "answered", "asked", "claimed", "loaded", "ended")
+    names = ("hint_seen", "looked_up", "first_byte", "last_byte", "answered", "visited", "claimed", "loaded", "ended")
     seen, looked_up, first, last, answered, asked, claimed, loaded, ended = (
         figure(record, f"{name}_ms") for name in names
     )
@@ -81,7 +81,7 @@ def spans(record: Record) -> list[Span]:
     unseen = amount(record, "unseen_ms")
     outcome = record.get("outcome")
     staged = last is not None or outcome == Ending.LOADED.value
-    if outcome in (Ending.LATE.value, Ending.RECOMPUTED.value) and answered is None:
+    if outcome in (Ending.TIMED_OUT.value, Ending.RECOMPUTED.value) and answered is None:
         after = ("fetch not over", ready, end)
     elif staged:
         after = ("staged, not yet taken", ready, end)
@@ -128,7 +128,7 @@ def _told(record: Record) -> str:
         return _loaded(record, waited)
     if outcome == Ending.MISS.value:
         return f"{_missed(record)} {_wait(record, waited)}"
-    if outcome == Ending.LATE.value:
+    if outcome == Ending.TIMED_OUT.value:
         return f"The engine's patience ended before its blocks came, and it was recomputed. {_wait(record, waited)}"
     meaning = next((ending.meaning for ending in Ending if ending.value == outcome), "an outcome unknown here")
     return f"It did not load, because {meaning}. {_wait(record, waited)}"
@@ -168,7 +168,7 @@ def _missed(record: Record) -> str:
 
 def _wait(record: Record, waited: float) -> str:
     """Say how the time at the head of the queue divides among the daemon's work."""
-    asked, found = figure(record, "asked_ms"), spans(record)
+    asked, found = figure(record, "visited_ms"), spans(record)
     others = sum(part.end_ms - part.start_ms for part in found if part.name == ELSEWHERE)
     more = f" For {number(others)} ms more the engine's places or tokens went to others." if others else ""
     if asked is None or waited < 0.05:

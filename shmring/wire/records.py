@@ -66,16 +66,17 @@ class RecordKind(enum.IntEnum):
 class Outcome(enum.IntEnum):
     """The end of a hinted request for the engine (DONE records, `request.done` log lines).
 
-    LATE: nothing was ready when its wait ran out. RECOMPUTED: nothing was ready, and recomputing was sooner.
+    TIMED_OUT: nothing was ready when its wait ran out. RECOMPUTED: nothing was ready, and recomputing was sooner.
+    LOCAL_GAP: the engine evicted local blocks that the hint had counted on.
     """
 
     LOADED = 0
     MISS = 1
-    LATE = 2
+    TIMED_OUT = 2
     ABORTED = 3
     UNUSED = 4
-    EVICTED = 5
-    LOST = 6
+    LOCAL_GAP = 5
+    VOIDED = 6
     RECOMPUTED = 7
 
 

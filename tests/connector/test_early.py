@@ -74,7 +74,7 @@ def test_a_reset_in_between_voids_it_and_the_scheduler_hints_again() -> None:
     new = engine.daemon.hint("r")
     assert not new.early
     assert engine.daemon.flags.flag(old.flag).state == FlagState.CANCELLED
-    assert outcomes(engine) == [Outcome.LOST]
+    assert outcomes(engine) == [Outcome.VOIDED]
     engine.side.finished(request)
     assert engine.daemon.unreturned() == []
 
@@ -88,7 +88,7 @@ def test_while_a_reset_is_not_confirmed_nothing_is_hinted_and_nothing_kept() -> 
     engine.side.arrived(before)
     engine.side.arrived(after)
     assert engine.side.early.waiting == {}
-    assert outcomes(engine) == [Outcome.LOST]
+    assert outcomes(engine) == [Outcome.VOIDED]
     assert [each.request_id for each in engine.daemon.hints] == ["before"]
     assert engine.daemon.unreturned() == []
 

@@ -135,7 +135,7 @@ def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_as
     came = {hint.request_id: hint.local_blocks for hint in engine.daemon.hints if hint.request_id in names}
     assert list(came.items()) == [("lost0", 0), ("lost3", 2), ("lost4", 0)]
     assert engine.side.counters["hints_resent"] == 3
-    assert engine.side.counters["late_hints"] == 0
+    assert engine.side.counters["on_demand_hints"] == 0
     for request in (*fill, lost[0], *lost[2:]):
         engine.side.finished(request)
     assert not engine.side.claims.dropped

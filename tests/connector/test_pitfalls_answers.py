@@ -303,7 +303,7 @@ def test_p27_a_full_ring_drops_the_hint_and_never_blocks(monkeypatch: Patch) -> 
         hint = engine.daemon.hint("lost")
         assert hint.blocks == 38
         assert hint.flag in [ask.flag for ask in engine.daemon.asks], "its turn has come"
-        assert engine.side.counters["late_hints"] == 1
+        assert engine.side.counters["on_demand_hints"] == 1
         engine.daemon.stage("lost", 38)
         assert engine.match(lost) == (38 * BLOCK, False)
         for request in (*fill, lost):

@@ -221,7 +221,7 @@ def test_before_a_prefill_was_measured_every_request_waits_until_its_bound() -> 
     assert policy.cost_ns(1, 0.0) == math.inf
     wait = begin()
     assert {look(policy, wait, 0, at) for at in (0, 100, 4999)} == {Verdict.WAIT}
-    assert look(policy, wait, 0, 5000) is Verdict.LATE
+    assert look(policy, wait, 0, 5000) is Verdict.TIMED_OUT
 
 
 def test_a_short_prompt_is_not_waited_for() -> None:
@@ -246,9 +246,9 @@ def test_behind_another_that_waits_nobody_is_late(policy: WaitPolicy) -> None:
     for at in range(0, 100_000, 10_000):
         assert look(policy, wait, 0, at, first=False) is Verdict.WAIT
     assert look(policy, wait, 0, 100_000) is Verdict.WAIT
-    assert look(policy, wait, 0, 106_000, first=False) is Verdict.LATE, "once it was first, it is judged"
+    assert look(policy, wait, 0, 106_000, first=False) is Verdict.TIMED_OUT, "once it was first, it is judged"
     patient = begin("timeout")
-    assert look(policy, patient, 0, 5000, first=False) is Verdict.LATE
+    assert look(policy, patient, 0, 5000, first=False) is Verdict.TIMED_OUT
 
 
 def test_the_other_policies_ask_no_rates() -> None:

@@ -93,7 +93,7 @@ def test_at_the_deadline_the_ready_prefix_is_taken() -> None:
     assert engine.match(nothing) == NOTHING
     assert engine.match(nothing) == NOTHING
     engine.daemon.drain()
-    assert [done.outcome for done in engine.daemon.dones] == [Outcome.LATE]
+    assert [done.outcome for done in engine.daemon.dones] == [Outcome.TIMED_OUT]
     assert engine.daemon.flag("nothing").state == FlagState.CANCELLED
 
 

@@ -73,6 +73,8 @@ def test_vllms_prometheus_export_has_every_counter(multiple: bool, monkeypatch: 
         assert f'vllm:kvprefetch_{name}_total{{engine="0",model_name="tiny"}} 0.0' in text
         assert help_text in text
     assert "unheard_of" not in text
+    for former in ("late", "late_hints"):
+        assert f'vllm:kvprefetch_{former}_total{{engine="1",model_name="tiny"}} 2.0' in text
 
 
 def test_every_name_that_is_counted_is_in_the_catalogue_and_the_other_way_round() -> None:

@@ -85,7 +85,7 @@ def test_a_stop_ends_with_its_hint() -> None:
     engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
     step(engine)
     assert engine.match(request) == NOTHING
-    assert engine.side.counters["late_hints"] == 0
+    assert engine.side.counters["on_demand_hints"] == 0
 
 
 def test_a_claim_of_a_part_stops_its_fetch() -> None:

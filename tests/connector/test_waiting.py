@@ -137,7 +137,7 @@ def test_a_wait_begins_anew_when_local_blocks_are_lost() -> None:
     engine.daemon.beat()
     assert engine.match(request, 5 * BLOCK) == PENDING
     assert engine.daemon.hint("r").local_blocks == 0
-    assert engine.daemon.dones[-1].outcome == Outcome.EVICTED
+    assert engine.daemon.dones[-1].outcome == Outcome.LOCAL_GAP
     step(engine)
     engine.daemon.stage("r", 40)
     assert engine.match(request, 5 * BLOCK) == (35 * BLOCK, False)

@@ -55,7 +55,7 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
     def stopped(self: WaitPolicy, wait: Wait, *args: Any, **options: Any) -> Verdict:
         seen["visits of stopped fetches"] += wait.stopped
         decided = verdict(self, wait, *args, **options)
-        if decided is Verdict.LATE or not wait.counts:
+        if decided is Verdict.TIMED_OUT or not wait.counts:
             return decided
         return Verdict.WAIT if wait.stopped or chance.random() < 0.5 else Verdict.STOP
 

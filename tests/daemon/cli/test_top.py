@@ -207,7 +207,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     values = blocks("top", 8)
     attached.save(values)
     eventually(lambda: attached.load(list(values)), what="a hit")
-    for name, outcome in (("given-up", Outcome.ABORTED), ("slow-one", Outcome.LATE)):
+    for name, outcome in (("given-up", Outcome.ABORTED), ("slow-one", Outcome.TIMED_OUT)):
         late = attached.hint(list(blocks("top-late", 3)), name=name)
         attached.settled(late)
         assert attached.move(late, records.FlagState.CANCELLED)
@@ -239,7 +239,7 @@ def test_a_real_daemon_s_status_and_top(shared_daemon: Daemon) -> None:
     for text in (output("status"), output("top", "--once", "--interval", "0.2")):
         assert "shown" in text
         assert "slow-one" in text
-        assert "late" in text
+        assert "timed_out" in text
         assert f"pid {shared_daemon.pid}" in text
         assert "store calls in flight" in text.splitlines()[0], "no line is cut or wrapped"
         assert text == "".join(line.rstrip() + "\n" for line in text.splitlines())

@@ -85,7 +85,7 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) ->
     metrics = counters.metrics
     assert metrics.totals("fetched_bytes") == {"memory": 2 * BLOCK_BYTES, "disk": BLOCK_BYTES}
     assert metrics.totals("failed_blocks") == {"memory": 1, "disk": 1}
-    assert [sample(metrics, "fetch_seconds_sum", tier=medium) for medium in ("memory", "disk")] == [0.02, 0.02]
+    assert [sample(metrics, "fetch_seconds_sum", medium=medium) for medium in ("memory", "disk")] == [0.02, 0.02]
     assert [request.fetched_blocks for request in requests] == [2, 1]
 
 
@@ -144,7 +144,7 @@ def test_calls_of_a_stopped_fetch_that_have_not_begun_are_dropped(too_late: bool
     good = 4 if too_late else 2
     assert epoch.channel.table.flag(0) == (1, FlagState.READY, good)
     assert (counters.fetched_blocks, counters["failed_blocks"]) == (good, 0)
-    assert sample(counters.metrics, "fetch_seconds_count", tier="memory") == good // 2
+    assert sample(counters.metrics, "fetch_seconds_count", medium="memory") == good // 2
     assert not any(setup.known(name) for name in "cdef")
     setup.want((1, 1), "e")
     setup.start()

@@ -73,10 +73,10 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     store = StoreFill.model_validate(status.store)
     assert store.memory_used_bytes + store.memory_evicted_bytes == 24 * MIB
     samples = scrape(port)
-    assert value(samples, "store_used_bytes", tier="memory") == store.memory_used_bytes
-    assert value(samples, "store_capacity_bytes", tier="memory") == 16 * MIB
+    assert value(samples, "store_used_bytes", medium="memory") == store.memory_used_bytes
+    assert value(samples, "store_capacity_bytes", medium="memory") == 16 * MIB
     assert value(samples, "memory_evicted_bytes_total") == store.memory_evicted_bytes
-    assert not [labels for name, labels in samples if ("tier", "disk") in labels and "store_used" in name]
+    assert not [labels for name, labels in samples if ("medium", "disk") in labels and "store_used" in name]
     assert re.search(r"^store: memory .*evicted", said(daemon, "top", "--once").split("\n\n")[0], re.MULTILINE)
     stat = json.loads(said(daemon, "store", "stat", "--json"))
     assert stat["store"] == store.model_dump()

@@ -12,12 +12,19 @@ from tests.daemon.telemetry.test_trace_picture import LINE, MISSED
 from tests.support.mutants import mutants
 
 # Asked early, it waited for its fetch.
-FETCHED = {**LINE, "asked_ms": 0.5, "exposed_ms": 96.7, "nowhere": None}
+FETCHED = {**LINE, "visited_ms": 0.5, "exposed_ms": 96.7, "nowhere": None}
 MB = 1 << 20
 SLOW = {"store_bytes_s": 1.2 * MB, "hour_bytes_s": 96 * MB}
 HOUR = "its last hour 96 MiB/s"
-QUICK = {**LINE, "asked_ms": 12.0, "claimed_ms": 15.0, "loaded_ms": 20.0, "exposed_ms": 3.0}
-VAIN = {**MISSED, "outcome": "recomputed", "found_blocks": 64, "asked_ms": 0.5, "exposed_ms": 900.0, "ended_ms": 901.0}
+QUICK = {**LINE, "visited_ms": 12.0, "claimed_ms": 15.0, "loaded_ms": 20.0, "exposed_ms": 3.0}
+VAIN = {
+    **MISSED,
+    "outcome": "recomputed",
+    "found_blocks": 64,
+    "visited_ms": 0.5,
+    "exposed_ms": 900.0,
+    "ended_ms": 901.0,
+}
 
 
 EXAMPLES: list[tuple[dict[str, Any], str]] = [
@@ -38,19 +45,19 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
         "a storage node did not deliver: 10.0.0.2:17.",
     ),
     (
-        {**LINE, **MISSED, "store_unavailable": True, "asked_ms": 1.0, "looked_up_ms": 2e3, "exposed_ms": 2e3},
+        {**LINE, **MISSED, "store_unavailable": True, "visited_ms": 1.0, "looked_up_ms": 2e3, "exposed_ms": 2e3},
         "the store's master was slow or away: the look-up ended after 1999 ms.",
     ),
     (
-        {**LINE, "asked_ms": None, "claimed_ms": 800.0},
+        {**LINE, "visited_ms": None, "claimed_ms": 800.0},
         "the engine's places or tokens went to other requests for 800 ms.",
     ),
     (
-        {**LINE, "asked_ms": None, "claimed_ms": 800.0, "found_blocks": 65, "nowhere": None},
+        {**LINE, "visited_ms": None, "claimed_ms": 800.0, "found_blocks": 65, "nowhere": None},
         "the engine's places or tokens went to other requests for 800 ms.",
     ),
     (
-        {**LINE, "asked_ms": 90.0, "answered_ms": 96.4, "claimed_ms": 900.0, "exposed_ms": 810.0},
+        {**LINE, "visited_ms": 90.0, "answered_ms": 96.4, "claimed_ms": 900.0, "exposed_ms": 810.0},
         "the engine's step of other requests, a long prefill, went on for 804 ms.",
     ),
     (
@@ -78,7 +85,7 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
     ({**LINE, **MISSED, **SLOW, "medium": "disk", "failed": "overdue", "store_bytes_s": None},
      f"the disk was slow: nothing came in time; {HOUR}."),
     ({**FETCHED, "failed": "corrupt"}, "values in the store were of another size, or corrupt."),
-    ({**FETCHED, "hint_seen_ms": 95.0, "looked_up_ms": 95.5, "asked_ms": 0.1, "exposed_ms": 97.1},
+    ({**FETCHED, "hint_seen_ms": 95.0, "looked_up_ms": 95.5, "visited_ms": 0.1, "exposed_ms": 97.1},
      "the daemon read its hint after 94.9 ms; it is short of CPU."),
     (
         {**LINE, **MISSED, "failed": "overdue", "medium": "disk", "owners": "10.0.0.2:17"},
@@ -93,11 +100,11 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
         "the store lost its blocks between look-up and fetch: their lease ended.",
     ),
     (
-        {**LINE, **MISSED, "asked_ms": 1.0, "looked_up_ms": 801.0, "exposed_ms": 800.0},
+        {**LINE, **MISSED, "visited_ms": 1.0, "looked_up_ms": 801.0, "exposed_ms": 800.0},
         "the store's master was slow or away: the look-up ended after 800 ms.",
     ),
     (  # the breaker is open: nobody asks
-        {**LINE, **MISSED, "store_unavailable": True, "asked_ms": 0.1, "exposed_ms": 1.3},
+        {**LINE, **MISSED, "store_unavailable": True, "visited_ms": 0.1, "exposed_ms": 1.3},
         "the store's master was slow or away: the look-up ended after 1.11 ms.",
     ),
     (
@@ -126,7 +133,7 @@ EXAMPLES: list[tuple[dict[str, Any], str]] = [
         "staging was too small: its next fetch waited 80.0 ms for slots, or staging has room for 64 of its 65 blocks.",
     ),
     (
-        {**LINE, "asked_ms": None, "exposed_ms": 0.0, "claimed_ms": 800.0, "found_blocks": 20, "nowhere": "evicted"},
+        {**LINE, "visited_ms": None, "exposed_ms": 0.0, "claimed_ms": 800.0, "found_blocks": 20, "nowhere": "evicted"},
         "the engine's places or tokens went to other requests for 800 ms.",
     ),
     (

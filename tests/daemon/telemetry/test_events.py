@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvprefetch.daemon.telemetry import events
+from kvprefetch.daemon.telemetry import events, metrics
+from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import FLOODS, LEVELS, Ending
 from kvprefetch.shmring.wire.records import Outcome
 from tests.support import documents
@@ -17,6 +19,8 @@ from tests.support.catalogue import COMMON, DOCUMENT, EVENTS, Field
 from tests.support.log_lines import problems
 
 ROOT = Path(__file__).resolve().parents[3]
+# Words that had two meanings and more, or none without the author.
+WORDS = {"ahead", "asked", "evicted", "late", "lost", "part", "room", "seat", "story", "tell", "tier", "told", "untold"}
 METHODS = {*LEVELS, "warn", "critical", "exception", "fatal", "log", "msg"}
 
 
@@ -93,6 +97,27 @@ def test_the_code_knows_the_events_of_the_document() -> None:
     assert {name for name, event in EVENTS.items() if event.floods} == FLOODS
     assert tuple(COMMON) == events.COMMON
     assert documents.endings() in DOCUMENT.read_text(), documents.command("endings")
+
+
+def strangers(glossary: str, names: set[str]) -> set[str]:
+    """Return the names with a word that had several meanings, or is retired, where the word's row has not the name."""
+    rows = {word: set(re.findall(r"`(\w+)`", row)) for word, row in re.findall(r"^\| \*(\w+)\* (.*)$", glossary, re.M)}
+    return {
+        name for name in names for word in re.split(r"[._]", name) if word in WORDS and name not in rows.get(word, ())
+    }
+
+
+def test_a_word_in_the_names_of_log_and_metrics_has_the_meaning_of_the_glossary() -> None:
+    """The row of a word that could mean several things has all names with it."""
+    statistics = (ROOT / "docs/METRICS.md").read_text().split("## The connector's statistics")[1]
+    names = {*EVENTS, *COMMON, *metrics.CATALOGUE, *metrics.ANNOUNCED, *metrics.ANNOUNCED_RESULTS}
+    names |= set(re.findall(r"^\| `(\w+)` \|", statistics, re.MULTILINE))
+    names |= {each.value for each in (*Ending, *Cause)} | {use for uses in metrics.USES.values() for use in uses}
+    names |= {label for metric in metrics.CATALOGUE.values() for label in metric.labels}
+    names |= {field for event in EVENTS.values() for field in event.fields}
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    assert strangers(glossary, names) == set()
+    assert strangers(glossary, {"slots.lost", "lost", "room_ms", "hit_tier"}) == {"slots.lost", "hit_tier"}
 
 
 def test_the_catalogue_is_consistent() -> None:

@@ -86,18 +86,18 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
         ("requests_total", {"outcome": "loaded"}, 2),
         ("requests_total", {"outcome": "aborted"}, 1),
         ("miss_blocks_total", {}, 6),
-        ("hit_blocks_total", {"tier": "memory"}, 6),
-        ("hit_blocks_total", {"tier": "staging"}, 4 + 6 + 6),
-        ("hit_blocks_total", {"tier": "disk"}, 0),
+        ("hit_blocks_total", {"medium": "memory"}, 6),
+        ("hit_blocks_total", {"medium": "staging"}, 4 + 6 + 6),
+        ("hit_blocks_total", {"medium": "disk"}, 0),
         ("loaded_blocks_total", {}, 10),
-        ("fetched_bytes_total", {"tier": "memory"}, 6 * BLOCK_BYTES),  # fetched once, shared by all
-        ("wasted_bytes_total", {"tier": "memory"}, 0),  # a request that ended left them for others
+        ("fetched_bytes_total", {"medium": "memory"}, 6 * BLOCK_BYTES),  # fetched once, shared by all
+        ("wasted_bytes_total", {"medium": "memory"}, 0),  # a request that ended left them for others
         ("engines", {}, 1),
         ("pending_requests", {"engine": "first"}, 1),
         ("staging_slots", {"engine": "first", "use": "pinned"}, 6),
         ("push_to_seen_seconds_count", {}, 5),
         ("look_up_seconds_count", {}, 4),
-        ("fetch_seconds_count", {"tier": "disk"}, 0),
+        ("fetch_seconds_count", {"medium": "disk"}, 0),
         ("leases", {"engine": "first"}, 0),
         ("exposed_wait_seconds_count", {"outcome": "loaded"}, 2),
         ("exposed_wait_seconds_count", {"outcome": "recomputed"}, 0),
@@ -111,7 +111,7 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
 
     eventually(lambda: not unlike(), what=unlike)
     samples = scrape(port)
-    assert value(samples, "fetch_seconds_count", tier="memory") >= 1
+    assert value(samples, "fetch_seconds_count", medium="memory") >= 1
     assert 0 <= value(samples, "engine_age_seconds", engine="first") < 300
     own = {"engine": "first", "model": "metrics", "pid": str(os.getpid()), "uid": str(os.getuid()), "mode": "on"}
     assert value(samples, "engine_info", **own) == 1
@@ -131,8 +131,8 @@ def test_totals_follow_the_requests_and_never_fall_when_engines_leave(serve: Ser
         for (name, labels), count in earlier.items():
             if name.startswith(metrics.PREFIX) and name.endswith(("_total", "_count", "_bucket", "_sum")):
                 assert later[name, labels] >= count, f"{name} {labels} fell"
-    assert value(last, "fetched_bytes_total", tier="memory") == 12 * BLOCK_BYTES
-    wasted = lambda: value(scrape(port), "wasted_bytes_total", tier="memory")  # noqa: E731
+    assert value(last, "fetched_bytes_total", medium="memory") == 12 * BLOCK_BYTES
+    wasted = lambda: value(scrape(port), "wasted_bytes_total", medium="memory")  # noqa: E731
     eventually(lambda: wasted() == 3 * BLOCK_BYTES, what="the first, and what is not claimed")
 
 
@@ -210,7 +210,7 @@ def test_what_another_part_counts_is_taken_over_and_does_not_fall() -> None:
 
 LINE = {
     "outcome": "loaded", "hint_blocks": 10, "local_blocks": 1, "found_blocks": 8, "loaded_blocks": 7,
-    "taken_back": 2, "hint_seen_ms": 1.0, "looked_up_ms": 3.0, "last_byte_ms": 21.0, "asked_ms": 11.0,
+    "taken_back": 2, "hint_seen_ms": 1.0, "looked_up_ms": 3.0, "last_byte_ms": 21.0, "visited_ms": 11.0,
     "claimed_ms": 22.0, "exposed_ms": 11.0, "unseen_ms": 1.0, "hidden_fraction": 0.45,
 }  # fmt: skip
 ABORTED = {"outcome": "aborted", "loaded_blocks": 0, "exposed_ms": 0.0, "unseen_ms": 0.0, "taken_back": 0}
@@ -254,7 +254,11 @@ def test_every_metric_of_the_catalogue_is_exported_with_each_value_of_its_label_
     ours = [name for name in families if name.startswith(metrics.PREFIX) and name not in former]
     assert ours == [metrics.PREFIX + name for name in CATALOGUE]
     assert {each.labels["outcome"] for each in families["kvprefetchd_requests"].samples} == {e.value for e in Ending}
-    assert {each.labels["tier"] for each in families["kvprefetchd_hit_blocks"].samples} == {"staging", "memory", "disk"}
+    assert {each.labels["medium"] for each in families["kvprefetchd_hit_blocks"].samples} == {
+        "staging",
+        "memory",
+        "disk",
+    }
 
 
 def test_each_metric_of_an_engine_is_a_number_that_engines_have(shared_daemon: Daemon) -> None:

@@ -64,8 +64,8 @@ def test_every_query_is_of_metrics_that_are_exported(expression: str) -> None:
 
 
 def test_a_stranger_is_found() -> None:
-    found = strangers('rate(kvprefetchd_hints[5m]) + sum by (cluster) (kvprefetchd_engines{tier="disk"})')
-    assert found == {"kvprefetchd_hints", "cluster", "kvprefetchd_engines{tier}"}
+    found = strangers('rate(kvprefetchd_hints[5m]) + sum by (cluster) (kvprefetchd_engines{medium="disk"})')
+    assert found == {"kvprefetchd_hints", "cluster", "kvprefetchd_engines{medium}"}
 
 
 def test_the_dashboard_shows_every_metric() -> None:

@@ -36,8 +36,8 @@ def outcomes_of(daemon: Daemon, *names: str) -> dict[str, list[str]]:
 
 def test_each_end_that_the_engine_reports_and_one_that_it_does_not(shared_daemon: Daemon) -> None:
     engine = FakeEngine(shared_daemon.socket, prefix="reported")
-    outcomes = (Outcome.MISS, Outcome.LATE, Outcome.ABORTED, Outcome.UNUSED, Outcome.EVICTED)
-    names = [*(outcome.name.lower() for outcome in outcomes), "untold"]
+    outcomes = (Outcome.MISS, Outcome.TIMED_OUT, Outcome.ABORTED, Outcome.UNUSED, Outcome.LOCAL_GAP)
+    names = [*(outcome.name.lower() for outcome in outcomes), "unreported"]
     for name, outcome in zip(names, (*outcomes, None), strict=True):
         key = engine.hint(list(blocks("reported", 3)), name=name)
         engine.settled(key)
@@ -144,4 +144,4 @@ def test_many_requests_of_many_ends_get_one_line_each(shared_daemon: Daemon) -> 
     engine.close()
     outcomes: dict[str, Any] = outcomes_of(shared_daemon, *(f"many-{i}" for i, _ in keys))
     assert Counter(len(lines) for lines in outcomes.values()) == {1: 300}
-    assert Counter(lines[0] for lines in outcomes.values()) == {"miss": 100, "untold": 100, "engine_gone": 100}
+    assert Counter(lines[0] for lines in outcomes.values()) == {"miss": 100, "unreported": 100, "engine_gone": 100}

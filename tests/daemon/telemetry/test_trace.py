@@ -45,7 +45,7 @@ def test_the_wait_and_what_was_hidden(
     line = trace.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS, Work())
     assert (line["exposed_ms"], line["hidden_fraction"]) == (exposed, hidden)
     assert (line["hint_seen_ms"], line["last_byte_ms"], line["ended_ms"]) == (20.0, 100.0, ended)
-    assert line["asked_ms"] == (asked or None)
+    assert line["visited_ms"] == (asked or None)
     assert (line["missing_blocks"], line["recompute_ms"]) == (2, 9.0)
     assert (line["announced_ms"], line["announced_blocks"], line["announced_staged"]) == (0.0, 4, 3)
     assert (line["bytes"], line["bytes_memory"], line["bytes_disk"]) == (4000, 3000, 1000)
@@ -103,7 +103,7 @@ def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
     assert line is not None
     assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS, Work()) is None
     assert list(traces.recent) == [(61 * MS, line)]
-    times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "asked", "last_byte", "ended")]
+    times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "visited", "last_byte", "ended")]
     assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]
     assert [line[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
     assert (line["exposed_ms"], line["hidden_fraction"]) == (30.0, 0.5)

@@ -25,7 +25,7 @@ LINE: dict[str, Any] = {
     "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "kv_groups": 1,
     "bytes": 8126464, "bytes_disk": 0, "bytes_memory": 8126464, "taken_back": 0,
     "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
-    "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "asked_ms": 71.0, "claimed_ms": 97.2,
+    "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "visited_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
     "missing_blocks": 0, "recompute_ms": None, "announced_ms": None, "announced_blocks": 0, "announced_staged": 0,
     "session_gap_ms": None,
@@ -40,7 +40,7 @@ NEVER: dict[str, Any] = dict.fromkeys(
 )
 MISSED = {"outcome": "miss", "found_blocks": 0, "loaded_blocks": 0, "bytes": 0, **NEVER}
 # A miss that was answered while the engine's step went on.
-STEP = {**MISSED, "asked_ms": 0.3, "looked_up_ms": 5.3, "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0}
+STEP = {**MISSED, "visited_ms": 0.3, "looked_up_ms": 5.3, "ended_ms": 812.4, "exposed_ms": 812.0, "unseen_ms": 807.0}
 explain = partial(kvprefetchd, "explain")
 
 
@@ -57,7 +57,7 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "25.4 ms for the other fetches.",
         ),
         (
-            {"asked_ms": None, "claimed_ms": 250.0, "loaded_ms": 253.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
+            {"visited_ms": None, "claimed_ms": 250.0, "loaded_ms": 253.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
             "The scheduler did not wait: look-up and transfer took 96.2 ms of the 250 ms that it queued in the engine.",
         ),
         (
@@ -67,36 +67,36 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "computing included.",
         ),
         (
-            {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "asked_ms": None, "claimed_ms": 30.0,
+            {"bytes": 0, "first_byte_ms": None, "last_byte_ms": None, "visited_ms": None, "claimed_ms": 30.0,
              "loaded_ms": 31.0, "exposed_ms": 0.0, "hidden_fraction": 1.0},
             "The scheduler did not wait: the look-up (its blocks were staged already) took 1.11 ms of the 30.0 ms that "
             "it queued in the engine.",
         ),
         (
-            {**MISSED, "found_blocks": 2, "asked_ms": None, "exposed_ms": 0.0},
+            {**MISSED, "found_blocks": 2, "visited_ms": None, "exposed_ms": 0.0},
             "The store had nothing beyond what the engine held itself, and it was recomputed. The scheduler did not "
             "wait for it.",
         ),
         (
-            {**MISSED, "found_blocks": 2, "store_unavailable": True, "looked_up_ms": 2000.0, "asked_ms": 1.0,
+            {**MISSED, "found_blocks": 2, "store_unavailable": True, "looked_up_ms": 2000.0, "visited_ms": 1.0,
              "ended_ms": 2001.0, "exposed_ms": 2000.0},
             "The store did not answer, and it was recomputed. The scheduler waited 2000 ms for it: 1999 ms for the "
             "look-up.",
         ),
         (
-            {**MISSED, "outcome": "late", "asked_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
+            {**MISSED, "outcome": "timed_out", "visited_ms": 5.0, "ended_ms": 5005.0, "exposed_ms": 5000.0},
             "The engine's patience ended before its blocks came, and it was recomputed. The scheduler waited 5000 ms "
             "for it: 5000 ms for a fetch that was not over.",
         ),
         (
-            {**MISSED, "outcome": "recomputed", "found_blocks": 4, "asked_ms": 1.3, "looked_up_ms": 1.4,
+            {**MISSED, "outcome": "recomputed", "found_blocks": 4, "visited_ms": 1.3, "looked_up_ms": 1.4,
              "ended_ms": 4.4, "exposed_ms": 3.1, "missing_blocks": 2, "recompute_ms": 9.0},
             "It did not load, because the engine had nothing to take yet, and expected to recompute sooner than to "
             "wait. The scheduler waited 3.10 ms for it: 3.00 ms for a fetch that was not over. It waited no longer for "
             "all: recomputing 2 missing blocks would cost 9.00 ms.",
         ),
         (
-            {"asked_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
+            {"visited_ms": 0.5, "claimed_ms": 3498.0, "loaded_ms": 3600.0, "exposed_ms": 9.5, "hidden_fraction": 0.9},
             "Of look-up and transfer, which took 96.2 ms, the queue hid 90 %. The scheduler waited 9.50 ms for it: "
             "8.68 ms for its first fetch, 0.82 ms for the look-up. For 3488 ms more the engine's places or tokens went "
             "to others.",
@@ -109,7 +109,7 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "blocks were there.",
         ),
         (
-            {"asked_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
+            {"visited_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
             "Of look-up and transfer, which took 96.2 ms, the queue hid 74 %. Its answer came 6.40 ms after the "
             "scheduler had asked. The scheduler came back after 210 ms, when its step had ended: the request waited "
             "for the engine, not for the store.",
@@ -138,7 +138,7 @@ def test_it_says_how_often_the_room_went_to_others() -> None:
 @pytest.mark.parametrize("ending", Ending)
 def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> None:
     bare = {"event": "request.done", "ts": "x", "outcome": ending.value}
-    whole, other_types = {**LINE, "outcome": ending.value}, {**bare, "exposed_ms": "?", "asked_ms": [1]}
+    whole, other_types = {**LINE, "outcome": ending.value}, {**bare, "exposed_ms": "?", "visited_ms": [1]}
     for record in (whole, bare, other_types, {**bare, "hint_blocks": math.nan, "bytes": 1e999, "loaded_ms": 10**400}):
         assert trace_picture.explain(record).rstrip().endswith(".")
 
@@ -147,7 +147,7 @@ def test_every_outcome_has_a_sentence_and_nothing_breaks_it(ending: Ending) -> N
     ("outcome", "last_byte_ms", "name"),
     [
         ("loaded", None, "staged, not yet taken"), ("aborted", 96.4, "staged, not yet taken"), ("miss", None, None),
-        ("aborted", None, None), ("late", None, "fetch not over"), ("recomputed", None, "fetch not over"),
+        ("aborted", None, None), ("timed_out", None, "fetch not over"), ("recomputed", None, "fetch not over"),
     ],
 )  # fmt: skip
 def test_only_what_was_staged_is_drawn_as_staged(outcome: str, last_byte_ms: float | None, name: str | None) -> None:
@@ -169,7 +169,9 @@ def test_bars_lie_on_one_scale_and_keep_to_their_width() -> None:
 def test_what_the_scheduler_did_for_others_is_drawn_apart() -> None:
     """Little of it is not drawn: it is the time that a record takes."""
     names = ("scheduler waits", "scheduler elsewhere")
-    found = [span for span in trace_picture.spans({**LINE, "asked_ms": 30.0, "exposed_ms": 20.0}) if span.name in names]
+    found = [
+        span for span in trace_picture.spans({**LINE, "visited_ms": 30.0, "exposed_ms": 20.0}) if span.name in names
+    ]
     assert found == [("scheduler waits", 30.0, 50.0), ("scheduler elsewhere", 50.0, 97.2)]
     assert [span.name for span in trace_picture.spans({**LINE, "exposed_ms": 22.0}) if span.name in names] == [names[0]]
 
@@ -198,10 +200,20 @@ def test_a_request_is_found_by_its_id_or_a_part_of_it(tmp_path: Path) -> None:
     assert f"in {log} has 'nobody'" in explain("nobody", str(log)).stderr
 
 
+def test_a_line_of_the_release_before_is_drawn_as_one_of_now() -> None:
+    """Its outcome and one of its times had other names."""
+    line = {**LINE, "outcome": "local_gap"}
+    former = {name.replace("visited_ms", "asked_ms"): value for name, value in {**line, "outcome": "evicted"}.items()}
+    assert (
+        explain("cmpl-7", given=json.dumps(former) + "\n").stdout
+        == explain("cmpl-7", given=json.dumps(line) + "\n").stdout
+    )
+
+
 def test_a_request_hinted_twice_is_shown_twice() -> None:
-    lines = [{**LINE, "outcome": "evicted", "loaded_blocks": 0}, LINE]
+    lines = [{**LINE, "outcome": "local_gap", "loaded_blocks": 0}, LINE]
     shown = explain("cmpl-7", given="".join(json.dumps(line) + "\n" for line in lines)).stdout
-    assert re.findall(r"d11: (\w+)", shown) == ["evicted", "loaded"]
+    assert re.findall(r"d11: (\w+)", shown) == ["local_gap", "loaded"]
 
 
 def test_the_readme_s_example_is_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
