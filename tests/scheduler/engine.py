@@ -44,6 +44,7 @@ from tests.scheduler.workers import Workers
 from tests.support.waiting import eventually, poll
 
 FITS = MAX_MODEL_LEN - 4
+REJECTED = 9
 SETTLE_S = 0.05
 DRAIN_S = 30.0
 
@@ -80,7 +81,6 @@ class Engine:
         self._names = itertools.count()
         # Requests that the input thread has made: turns of the loop until the scheduler gets each, and the request.
         self._input: list[tuple[int, Any]] = []
-        self._lags = random.Random(0)
         self.logged = _Errors()
         config = vllm_config(shape, self.prefix, None if site is None else site.daemon.socket)
         drafts = DRAFTS if shape.drafts else 0
@@ -125,8 +125,11 @@ class Engine:
 
     # --- what a client may do ---------------------------------------------------------------------------------------
 
-    def add(self, tokens: list[int], out: int, *, session: bool = False, **options: Any) -> str:
-        """`options`: of make_request."""
+    def add(self, tokens: list[int], out: int, *, session: bool = False, lag: int | None = None, **options: Any) -> str:
+        """`lag`: turns of the loop from the input thread to the scheduler, which never gets it from REJECTED on.
+
+        Without one there is no input thread.  `options`: of make_request.
+        """
         name = f"r{next(self._names)}"
         # vLLM itself is wrong in some sessions: before 0.33 it counts drafts accepted past a chunk's end as computed,
         # and with two steps in flight a state has taken in a token that the session then cuts off
@@ -136,19 +139,17 @@ class Engine:
         options |= {"resumable": session, "arrival_time": float(len(self.requests))}
         request = make_request(name, tokens, out, **options)
         self.counts["requests"] += 1
-        lag = self._lags.randrange(6) if self.site is not None and self.shape.early else 0
-        if not lag:
+        if lag is None:
             self.scheduler.add_request(request)
             return name
         thread = threading.Thread(target=hand_over, args=(self.scheduler.connector, request))
         thread.start()
-        self._input.append((lag - 1, request))
         thread.join()
         self.counts["early"] += request in self.side.early.waiting
-        if self._lags.random() < 0.1:  # vLLM rejects it, or another one of its id is on its way
-            self._input.pop()
+        if lag < REJECTED:
+            self._input.append((lag, request))
+        else:
             del self.requests[name]
-            self.counts["rejected"] += 1
         return name
 
     def _take_input(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.scheduler.engine import Engine
+from tests.scheduler.engine import REJECTED, Engine
 from tests.scheduler.model import VOCAB, Truth
 from tests.scheduler.shape import MAX_MODEL_LEN, Shape, Site
 from tests.scheduler.verdict import finish
@@ -37,12 +37,14 @@ class Add:
     out: int
     kind: str = "plain"
     priority: int = 0
+    lag: int | None = None
 
     def __call__(self, engine: Engine) -> None:
         tail = random.Random(100 * self.family + self.own)
         tokens = FAMILIES[self.family][: self.shared] + [tail.randrange(VOCAB) for _ in range(self.own)]
         session, skip = self.kind == "session", self.kind == "skip"
-        engine.add(tokens, self.out, session=session, skip_reading=skip, priority=self.priority)
+        lag = self.lag if engine.shape.early else None
+        engine.add(tokens, self.out, session=session, skip_reading=skip, priority=self.priority, lag=lag)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ _adds = st.builds(
     out=st.integers(1, 12),
     kind=st.sampled_from(["plain"] * 8 + ["session", "skip"]),
     priority=st.integers(0, 2),
+    lag=st.sampled_from([None, 0, 0, 1, 2, 3, 5, REJECTED]),
 )
 _runs = st.builds(run, steps=st.integers(1, MAX_STEPS_BETWEEN), seed=st.integers(0, 99))
 _aborts = st.builds(Abort, which=st.integers(0, 9), late=st.booleans())
