@@ -100,13 +100,10 @@ class EpochCalls:
             self.answer(self._parts.look_ups.give_up(now_ns), now_ns)
             return
         parts, look_ups = self._parts, self._parts.look_ups
-        asks = parts.mode == "on" and not look_ups.leases.waiting
-        if asks and (chain := parts.sessions.next_lease(now_ns)) is not None:
-            blocks = chain.blocks(parts.engine.groups)
-            self._ask_again(chain.hashes, chain.hash_bytes, blocks, now_ns, held=False)
-        if (batch := look_ups.next_batch(now_ns)) is not None:
+        keep = parts.mode == "on" and now_ns >= self._services.full_until_ns
+        if (batch := look_ups.next_batch(now_ns, keep=keep)) is not None:
             store, config = self._services.store, self._services.config
-            media = not batch.renewal and (config.disk is not None or config.mooncake_config is not None)
+            media = not batch.parts and (config.disk is not None or config.mooncake_config is not None)
             run = partial(transfers.look_up, store, parts.ranks, batch.digests, media=media)
             self._start(Kind.LOOK_UP, run, partial(self._looked_up, batch), partial(self._look_up_overdue, batch))
 
@@ -124,15 +121,12 @@ class EpochCalls:
     def used(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int) -> None:
         """A request uses so many leading blocks of the engine's own cache: have the store keep them, too."""
         if self._parts.mode == "on" and self._services.store.answering:
-            self._ask_again(hashes, hash_bytes, blocks, now_ns, held=True)
-
-    def _ask_again(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int, *, held: bool) -> None:
-        leases, groups = self._parts.look_ups.leases, self._parts.engine.groups
-        stop = groups.digests(blocks) * hash_bytes
-        prefix = hashes[stop - hash_bytes : stop]
-        if now_ns >= self._services.full_until_ns and not (held and leases.lately(prefix, now_ns)):
-            names = names_of_prefix(groups, hashes, hash_bytes, blocks)
-            leases.use(names, hash_bytes + 1, now_ns, prefix=prefix, held=held)
+            leases, groups = self._parts.look_ups.leases, self._parts.engine.groups
+            stop = groups.digests(blocks) * hash_bytes
+            prefix = hashes[stop - hash_bytes : stop]
+            if now_ns >= self._services.full_until_ns and not leases.lately(prefix, now_ns):
+                names = names_of_prefix(groups, hashes, hash_bytes, blocks)
+                leases.use(names, hash_bytes + 1, now_ns, prefix=prefix)
 
     def _used_staged(self, request: Request, now_ns: int) -> None:
         """A request uses blocks that were in staging when it was looked up, without a question to the store."""
@@ -222,6 +216,7 @@ class EpochCalls:
         chain, block_ns = Chain(hint.hashes, hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
         block_ns *= len(parts.engine.groups)
         gap_ns, outdated = parts.sessions.arrived(hint.session, chain, hint.local_blocks, now_ns, block_ns)
+        parts.look_ups.leases.keep(hint.session, now_ns)
         for number in outdated:
             parts.ahead.expire(number)
         return gap_ns

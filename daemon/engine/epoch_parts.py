@@ -22,6 +22,7 @@ from ..work.pools import Pools
 from . import transfers
 from .ahead import Ahead
 from .channel import Channel
+from .leases import Leases
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
 from .promoter import COPY_BYTES, Promoter
@@ -75,10 +76,10 @@ class EpochParts:
             device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
         self.bad_values = BadValues()
-        timeout_ns, lease_ns, shards = services.pools.timeout_ns, config.lease_ns, max(map(len, self.ranks.shards))
-        self.look_ups = LookUps(
-            self.planner.requests, self.bad_values, timeout_ns=timeout_ns, lease_ns=lease_ns, shards=shards
-        )
+        self.sessions, requests = Sessions(engine.groups), self.planner.requests
+        leases, timeout_ns = Leases(config.lease_ns, requests, self.sessions), services.pools.timeout_ns
+        shards = max(map(len, self.ranks.shards))
+        self.look_ups = LookUps(requests, self.bad_values, leases, timeout_ns=timeout_ns, shards=shards)
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
         self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)
         generation = engine.scheduler.reset_generation
@@ -86,7 +87,6 @@ class EpochParts:
         self.put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
         self.ahead = Ahead(engine.groups, room)
-        self.sessions = Sessions(engine.groups, lease_ns)
         copies, copy_blocks = self.planner.blocks.copies, COPY_BYTES // memory.block_bytes
         self.promotions = Promotions(copies, self.planner.requests, self.channel, chunk_blocks=copy_blocks)
         self.promoter = Promoter(memory.device, self.promotions)

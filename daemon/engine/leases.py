@@ -1,17 +1,19 @@
-"""Which blocks of one engine the store is asked for again, so that it does not evict them first.
+"""The list of what the store is asked for again, until when: so that it keeps leased what is wanted, and what is used.
 
-Pure.  Mooncake evicts the values whose lease ended longest ago, and only a question or a get renews a lease.  What the
-engine's own cache or staging has needs neither, so the hottest blocks would go first.  Blocks that a request used are
-asked for here, and those of a session's prompt that may come back.  Each is asked for at most twice a lease, however
-many requests use it.
+Pure.  Mooncake evicts the values whose lease ended longest ago, and only a question or a get renews a lease.  Asked for
+again are, in this order:
 
-Of what the engine holds, an absent block is said: the engine saves it again.
+* every half lease, until they are fetched, the blocks of requests that wait for a fetch, the most urgent one's first;
+* blocks that a request used out of the engine's own cache or of staging, which need no question, so the hottest blocks
+  would go first: each at most twice a lease, however many requests use it.  The engine saves an absent one again;
+* when there is nothing else, every half lease, the prompts of sessions that are likely to come back.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
@@ -19,6 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ..planning.requests import Key, Request, Urgency
+from .sessions import SETTLED_NS, Sessions
 
 ROWS, PLACES = 1 << 16, 4  # of the table of blocks: a power of two, and 16 bytes in each place of a row
 MOST_PREFIXES = 4096
@@ -40,18 +45,26 @@ class _Chain:
 
 
 class Part(NamedTuple):
-    """The next names of a chain, for one question. `reset`: the number of the last reset then."""
+    """Names for one question: of a chain, or of the blocks of a request from `start` on.
+
+    `reset`: the number of the last reset then.
+    """
 
     names: Sequence[bytes]
-    chain: _Chain
     reset: int
+    chain: _Chain | None = None
+    request: Request | None = None
+    start: int = 0
 
 
 class Leases:
     """`lease_ns`: of the store."""
 
-    def __init__(self, lease_ns: int) -> None:
-        self._again_ns = lease_ns // 2
+    def __init__(self, lease_ns: int, requests: Mapping[Key, Request], sessions: Sessions) -> None:
+        self._again_ns, self._requests, self._sessions = lease_ns // 2, requests, sessions
+        self._due: list[tuple[int, int, Request]] = []  # when, its number
+        self._ranked: list[tuple[Urgency, int, int, Request]] = []  # those that are due: since when, the next block
+        self._kept: list[tuple[int, int, bytes]] = []  # when, the number of its request, session
         # When each block was asked for. In a full row a block takes the place of that asked for longest ago.
         self._keys, self._asked_ns = np.zeros((ROWS, PLACES), np.uint64), np.zeros((ROWS, PLACES), np.int64)
         # Until when no block of a prefix is due: its last one's name is the key. It spares a look at each block.
@@ -63,10 +76,14 @@ class Leases:
         self._put: set[bytes] = set()  # names whose put ended since the oldest of these went out
         self.blocks = 0  # that the store was asked for
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is something to ask for."""
-        return bool(self._chains)
+    def wait(self, request: Request, asked_ns: int) -> None:
+        """Ask for what this request waits for half a lease after it was asked for, again and again until it ends."""
+        heapq.heappush(self._due, (asked_ns + self._again_ns, request.sequence, request))
+
+    def keep(self, session: bytes, now_ns: int) -> None:
+        """Ask for the prompt that this session just came with, and again until it is not likely to come any more."""
+        at_ns = now_ns + min(SETTLED_NS, self._again_ns)
+        heapq.heappush(self._kept, (at_ns, self._sessions.arrivals, session))
 
     def lately(self, prefix: bytes, now_ns: int) -> bool:
         """Whether all of a prefix, by the name of its last block, was asked for within half a lease."""
@@ -114,9 +131,16 @@ class Leases:
         places = np.where(same.any(axis=1), same.argmax(axis=1), asked_ns.argmin(axis=1))
         self._keys[rows, places], self._asked_ns[rows, places] = keys, now_ns
 
-    def next(self, most: int) -> Part | None:
-        """Return up to so many names to ask for; None where there are none."""
-        if not self._chains or most <= 0:
+    def next(self, most: int, now_ns: int, *, keep: bool) -> Part | None:
+        """Return up to so many names to ask for; None where there are none. `keep`: sessions' prompts, too."""
+        if most <= 0 or (part := self._of_request(most, now_ns)) is not None:
+            return part if most > 0 else None
+        while keep and not self._chains and self._kept and self._kept[0][0] <= now_ns:
+            _, number, session = heapq.heappop(self._kept)
+            if (names := self._sessions.expected(session, number, now_ns)) is not None:
+                heapq.heappush(self._kept, (now_ns + self._again_ns, number, session))
+                self.use(*names, now_ns, held=False)
+        if not self._chains:
             return None
         chain = self._chains[0]
         size, start = chain.name_bytes, chain.asked
@@ -126,7 +150,23 @@ class Leases:
             self._chains.popleft()
         self._names -= len(part)
         self._out += 1
-        return Part(part, chain, self._resets)
+        return Part(part, self._resets, chain)
+
+    def _of_request(self, most: int, now_ns: int) -> Part | None:
+        """Return blocks that the most urgent request waits for, of those that are due."""
+        while self._due and self._due[0][0] <= now_ns:
+            _, _, request = heapq.heappop(self._due)
+            heapq.heappush(self._ranked, (request.urgency, now_ns, 0, request))
+        while self._ranked:
+            urgency, since_ns, start, request = heapq.heappop(self._ranked)
+            if self._requests.get(request.key) is request:
+                since_ns, start = since_ns if start else now_ns, max(start, request.issued)
+                stop = min(start + most, request.limit) if request.wants_work else start
+                if start < stop:
+                    heapq.heappush(self._ranked, (urgency, since_ns, stop, request))
+                    return Part(request.digests(start, stop), self._resets, request=request, start=start)
+                self.wait(request, since_ns)
+        return None
 
     def put(self, names: Sequence[bytes]) -> None:
         """Note that a put of these blocks has ended: a question that went out before cannot say that they are lost."""
@@ -138,6 +178,7 @@ class Leases:
 
         The caller leaves out those that are being put now.
         """
+        assert part.chain is not None
         self._out -= 1
         put: Collection[bytes] = self._put
         if not self._out:
@@ -145,7 +186,7 @@ class Leases:
         if part.reset != self._resets:
             return ()
         if present is None:
-            self._forget(part)
+            self._forget(part.names)
             return ()
         self.blocks += len(part.names)
         if 0 not in present:
@@ -155,10 +196,10 @@ class Leases:
             return ()
         return [name for name in compress(part.names, (not there for there in present)) if name not in put]
 
-    def _forget(self, part: Part) -> None:
+    def _forget(self, names: Sequence[bytes]) -> None:
         """These were not asked for: the next use asks."""
         self._prefixes.clear()
-        keys = _keys(b"".join(part.names), part.chain.name_bytes)
+        keys = _keys(b"".join(names), len(names[0]))
         at, places = np.nonzero(self._keys[_rows(keys)] == keys[:, None])
         self._keys[_rows(keys)[at], places] = 0
 
@@ -172,6 +213,7 @@ class Leases:
         self._keys = np.zeros((ROWS, PLACES), np.uint64)
         self._prefixes.clear()
         self._chains.clear()
+        self._kept.clear()
         self._names = 0
         self._resets += 1
 

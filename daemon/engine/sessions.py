@@ -3,7 +3,7 @@
 A request that names its session begins, as a rule, with the whole prompt of the session's last one.  The times between
 requests are learnt per session, and those of the engine's other sessions count until there are enough of its own.  So
 the newest prompt of a session is announced shortly before the session may come back, or earlier where staging has free
-slots for it.  Until it is not likely to come any more, the store is asked for the prompt twice a lease, which keeps it.
+slots for it.  The store is asked for the prompt again (leases.py) until it is not likely to come any more.
 
 What the engine's own cache still has needs no staging.  That cache forgets by what is used after it, so it is learnt
 after how many blocks of later requests a session's prompt was whole there, and a prompt is announced after more.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...kv.groups import Groups
+from ...kv.prompts import names_of_prefix
 from ...shmring.wire.admin import Outcome
 
 MAX_SESSIONS = 1024
@@ -76,16 +77,15 @@ class _Session:
 
 
 class Sessions:
-    """`lease_ns`: of the store."""
+    """The sessions of an engine with these groups, by the digests of their ids."""
 
-    def __init__(self, groups: Groups, lease_ns: int) -> None:
-        self._groups, self._renew_ns = groups, lease_ns // 2
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
         self._known: dict[bytes, _Session] = {}  # the one that came least lately first
-        self._bytes = self._numbers = 0
+        self._bytes = self.arrivals = 0
         self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
         self._used, self._held = 0, 0  # blocks of all requests; after how many a prompt was whole in the engine's cache
         self._due: list[tuple[int, int, bytes]] = []  # when, number of the request, session
-        self._leases: list[tuple[int, int, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -106,7 +106,7 @@ class Sessions:
 
         Return how long (ns) after the one before it came, and the announcements that were open for it.
         """
-        self._numbers += 1
+        self.arrivals += 1
         self._forget_outdated(now_ns)  # so no gap is longer, nor any time that it is expected in
         before, gap_ns = self._known.pop(session, None), None
         each = before or _Session(chain, 0, now_ns)
@@ -119,7 +119,7 @@ class Sessions:
                 self._learn(self._used - before.after, whole=local_blocks >= before.chain.blocks(self._groups))
             self._bytes -= len(before.chain.hashes)
         outdated, each.open = each.open, []
-        each.chain, each.number, each.since_ns, each.tries = chain, self._numbers, now_ns, 0
+        each.chain, each.number, each.since_ns, each.tries = chain, self.arrivals, now_ns, 0
         each.after = self._used + chain.blocks(self._groups) - local_blocks  # with its own
         self._known[session], self._bytes = each, self._bytes + len(chain.hashes)
         self._expect(session, each, block_ns)
@@ -139,10 +139,9 @@ class Sessions:
             each.expected_ns = now_ns + earliest
             each.due_ns = max(now_ns + SETTLED_NS, each.expected_ns - fetch_ns - MARGIN_NS)
             each.until_ns = max(now_ns + LEAST_NS, now_ns + latest + latest // 2, each.due_ns + SETTLED_NS)
-            self._push(self._due, now_ns + SETTLED_NS, each.number, session)
+            self._push(now_ns + SETTLED_NS, each.number, session)
         else:
             each.until_ns = now_ns + UNKNOWN_NS
-        self._push(self._leases, now_ns + min(SETTLED_NS, self._renew_ns), each.number, session)
 
     def next_due(self, now_ns: int, free_blocks: int, number: int) -> Due | None:
         """Return a prompt to announce now, under this number.
@@ -150,14 +149,14 @@ class Sessions:
         `free_blocks`: as many may be fetched without taking room of others.
         """
         self._forget_outdated(now_ns)
-        while (found := self._pop(self._due, now_ns)) is not None:
+        while (found := self._pop(now_ns)) is not None:
             session, each = found
             if now_ns < each.due_ns and each.chain.blocks(self._groups) > free_blocks:
-                self._push(self._due, each.due_ns, each.number, session)
+                self._push(each.due_ns, each.number, session)
                 continue
             if self._used - each.after < HELD_SHARE * self._held:
                 if now_ns + HELD_NS < each.until_ns:
-                    self._push(self._due, now_ns + HELD_NS, each.number, session)
+                    self._push(now_ns + HELD_NS, each.number, session)
                 continue
             each.tries += 1
             each.open.append(number)
@@ -177,35 +176,36 @@ class Sessions:
         lacks = outcome.outcome == "completed" and outcome.absent + outcome.no_room + outcome.failed > 0
         again_ns = max(now_ns + (RETRY_NS << each.tries), each.due_ns)
         if (lacks or outcome.outcome in ("rejected", "missing")) and each.tries < TRIES and again_ns < each.until_ns:
-            self._push(self._due, again_ns, each.number, due.session)
+            self._push(again_ns, each.number, due.session)
 
-    def next_lease(self, now_ns: int) -> Chain | None:
-        """Return a prompt of which the store is to be asked now, so that its leases are kept."""
-        found = self._pop(self._leases, now_ns)
-        if found is None or now_ns >= found[1].until_ns:
+    def expected(self, session: bytes, number: int, now_ns: int) -> tuple[bytes | bytearray, int] | None:
+        """Return the names in the prompt of a session's request, by its number among all, joined, and the bytes of one.
+
+        None once another request came, or none is likely to come.
+        """
+        if not self._lives((0, number, session)) or now_ns >= (each := self._known[session]).until_ns:
             return None
-        session, each = found
-        self._push(self._leases, now_ns + self._renew_ns, each.number, session)
-        return each.chain
+        hashes, size = each.chain
+        return names_of_prefix(self._groups, hashes, size, each.chain.blocks(self._groups)), size + 1
 
     def clear(self) -> None:
         """Forget all prompts: they are of other weights now."""
         self._known.clear()
         self._bytes = 0
 
-    def _push(self, heap: list[tuple[int, int, bytes]], at_ns: int, number: int, session: bytes) -> None:
-        heapq.heappush(heap, (at_ns, number, session))
-        if len(heap) > 4 * MAX_SESSIONS:
-            heap[:] = sorted(entry for entry in heap if self._lives(entry))
+    def _push(self, at_ns: int, number: int, session: bytes) -> None:
+        heapq.heappush(self._due, (at_ns, number, session))
+        if len(self._due) > 4 * MAX_SESSIONS:
+            self._due = sorted(entry for entry in self._due if self._lives(entry))
 
     def _lives(self, entry: tuple[int, int, bytes]) -> bool:
         each = self._known.get(entry[2])
         return each is not None and each.number == entry[1]
 
-    def _pop(self, heap: list[tuple[int, int, bytes]], now_ns: int) -> tuple[bytes, _Session] | None:
-        """Return a session whose time in the heap has come; entries of its older requests are dropped."""
-        while heap and heap[0][0] <= now_ns:
-            entry = heapq.heappop(heap)
+    def _pop(self, now_ns: int) -> tuple[bytes, _Session] | None:
+        """Return a session whose time has come; entries of its older requests are dropped."""
+        while self._due and self._due[0][0] <= now_ns:
+            entry = heapq.heappop(self._due)
             if self._lives(entry):
                 return entry[2], self._known[entry[2]]
         return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvprefetch.daemon.engine.leases import Leases
 from kvprefetch.daemon.engine.lookups import Absent, Answer, Batch, LookUps, Lost
+from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.requests import Key, Request
-from tests.daemon.planning.support import FlagsModel, Planner, block, digests
+from tests.daemon.planning.support import ONE_GROUP, FlagsModel, Planner, block
+from tests.daemon.planning.support import digests as digests_of
 
 SECOND = 1_000_000_000
 
@@ -19,14 +22,14 @@ class Setup:
     def __init__(self, shards: int = 1) -> None:
         self.up = True
         self.sent: list[Batch] = []
+        self.sizes: list[int] = []
         self.answers: dict[Key, tuple[int, bool]] = {}
         self.renewals: dict[Key, int] = {}
         self.stored: set[bytes] = set()
         self.planner = Planner(1, FlagsModel(), chunk_blocks=1)
         self.bad_values = BadValues()
-        self.look_ups = LookUps(
-            self.planner.requests, self.bad_values, timeout_ns=4 * SECOND, lease_ns=10 * SECOND, shards=shards
-        )
+        leases = Leases(10 * SECOND, self.planner.requests, Sessions(ONE_GROUP))
+        self.look_ups = LookUps(self.planner.requests, self.bad_values, leases, timeout_ns=4 * SECOND, shards=shards)
 
     def apply(self, answers: Sequence[Answer | Lost | Absent]) -> None:
         for answer in answers:
@@ -46,6 +49,7 @@ class Setup:
             self.apply(self.look_ups.give_up(now))
         elif (batch := self.look_ups.next_batch(now)) is not None:
             self.sent.append(batch)
+            self.sizes += map(len, batch.digests)
 
     def tick(self, now: int) -> None:
         self.apply(self.look_ups.tick(now))
@@ -60,7 +64,7 @@ class Setup:
             self.apply([answer])
 
     def hint(self, number: int, *names: str, priority: int = 0, now: int = 0) -> Key:
-        request = self.planner.hinted((number, 1), digests(*names), priority=priority)
+        request = self.planner.hinted((number, 1), digests_of(*names), priority=priority)
         self.add(request, now)
         return request.key
 
@@ -69,12 +73,12 @@ class Setup:
 
     def renewed(self) -> list[Key]:
         """The requests for which the last batch renews leases."""
-        assert self.sent[-1].renewal
-        return [question.request.key for question in self.sent[-1].questions]
+        assert not self.sent[-1].questions
+        return [part.request.key for part in self.sent[-1].parts if part.request is not None]
 
     def answer(self, now: int = 0) -> None:
         batch, runs = self.sent[-1], list[Found]()
-        for question in batch.questions:
-            present = bytes(digest in self.stored for digest in question.digests)
+        for digests in batch.digests:
+            present = bytes(digest in self.stored for digest in digests)
             runs.append(Found(present, bytes(len(present))))
         self.answered(batch, runs, now)

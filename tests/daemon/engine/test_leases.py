@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from kvprefetch.daemon.engine.leases import Leases
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, LookUps
+from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.engine.asking import SECOND, Setup
-from tests.daemon.planning.support import FlagsModel, Planner, block
+from tests.daemon.planning.support import ONE_GROUP, FlagsModel, Planner, block
 
 
 def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> None:
@@ -57,8 +59,8 @@ def test_the_lease_of_blocks_that_are_taken_back_is_renewed_and_their_medium_kep
     assert planner.next_order(Lane.DISK) is not None
     assert planner.requests[found].taken_back == 1
     setup.tick(10 * SECOND)
-    assert setup.sent[-1].renewal
-    assert [(q.request.key, q.digests) for q in setup.sent[-1].questions] == [(found, (b"x.......\0",))]
+    assert setup.renewed() == [found]
+    assert setup.sent[-1].digests == [(b"x.......\0",)]
 
 
 def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
@@ -68,7 +70,7 @@ def test_a_renewal_keeps_what_is_known_of_the_blocks_before_it() -> None:
     setup.answered(setup.sent[-1], [Found(b"\1\1\1", b"\1\0\1")], 0)
     assert setup.planner.next_order(Lane.DISK) is not None
     setup.tick(5 * SECOND)
-    assert setup.sent[-1].questions[0].start == 1
+    assert setup.sent[-1].parts[0].start == 1
     setup.answered(setup.sent[-1], [Found(b"\1\0", bytes(2))], 5 * SECOND)
     assert setup.planner.requests[key].limit == 2
     assert setup.planner.requests[key].on_disk == b"\1\0"
@@ -106,7 +108,9 @@ def held(prompts: int) -> list[int]:
     medium and without it.
     """
     planner = Planner(1, FlagsModel(), chunk_blocks=1)
-    look_ups = LookUps(planner.requests, BadValues(), timeout_ns=4 * SECOND, lease_ns=2 * SECOND)
+    look_ups = LookUps(
+        planner.requests, BadValues(), Leases(2 * SECOND, planner.requests, Sessions(ONE_GROUP)), timeout_ns=4 * SECOND
+    )
     for number in range(prompts):
         digests = b"".join(block.to_bytes(8, "big") for block in range(number << 20, (number << 20) + PROMPT))
         assert look_ups.add(planner.hinted((number, 1), digests), 0, answering=True) is None
@@ -117,11 +121,13 @@ def held(prompts: int) -> list[int]:
     for now in range(0, 6 * SECOND, MS):
         if batch is not None and now >= back:
             for question in batch.questions:
-                number, start = question.request.key[0], question.start
-                if not batch.renewal:
-                    start, slices[number] = slices[number], slices[number] + len(question.digests)
-                ends[number, start : start + len(question.digests)] = asked_ns + 2 * SECOND
-            found = [Found(b"\1" * len(question.digests), b"") for question in batch.questions]
+                number = question.request.key[0]
+                start, slices[number] = slices[number], slices[number] + len(question.names)
+                ends[number, start : slices[number]] = asked_ns + 2 * SECOND
+            for part in batch.parts:
+                assert part.request is not None
+                ends[part.request.key[0], part.start : part.start + len(part.names)] = asked_ns + 2 * SECOND
+            found = [Found(b"\1" * len(digests), b"") for digests in batch.digests]
             for answer in look_ups.answered(batch, found, now):
                 if isinstance(answer, Answer):
                     planner.choose(answer.request)
@@ -130,11 +136,11 @@ def held(prompts: int) -> list[int]:
             lost.update(np.flatnonzero((ends < now).any(axis=1)).tolist())
             assert not look_ups.tick(now)
         if batch is None and (batch := look_ups.next_batch(now)) is not None:
-            count = sum(len(question.digests) for question in batch.questions)
+            count = sum(map(len, batch.digests))
             most = max(before, RENEWED_AT_ONCE) + BATCH_DIGESTS
-            assert not batch.renewal or count < most, "new requests wait longer for each other"
-            before = 0 if batch.renewal else count
-            asked_ns, back = now, now + MS + count * (1500 if batch.renewal else 8000)
+            assert not batch.parts or count < most, "new requests wait longer for each other"
+            before = 0 if batch.parts else count
+            asked_ns, back = now, now + MS + count * (1500 if batch.parts else 8000)
     return [number for number in range(prompts) if number not in lost]
 
 
@@ -161,8 +167,8 @@ def test_a_renewal_of_blocks_that_are_chosen_no_more_takes_nothing_away() -> Non
     setup.planner.next_order()
     setup.tick(5 * SECOND)
     assert setup.renewed() == [waiting]
-    questions: Any = setup.sent[-1].questions
-    questions[0] = questions[0]._replace(digests=tuple(block(name) for name in "def"))
+    parts: Any = setup.sent[-1].parts
+    parts[0] = parts[0]._replace(names=tuple(block(name) for name in "def"))
     setup.answered(setup.sent[-1], [Found(bytes(3), bytes(3))], 5 * SECOND)
     assert setup.renewals == {}
     assert setup.planner.requests[waiting].limit == 3

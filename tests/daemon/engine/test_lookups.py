@@ -64,14 +64,13 @@ def test_a_prompt_of_any_length_is_asked_for_slice_by_slice_up_to_its_first_abse
     setup.ask(0)
     while key not in setup.answers:
         setup.answer()
-    sizes = [len(question.digests) for batch in setup.sent for question in batch.questions]
-    assert sizes == [FIRST_DIGESTS, *[SLICE_DIGESTS] * 3]
+    assert setup.sizes == [FIRST_DIGESTS, *[SLICE_DIGESTS] * 3]
     assert setup.answers == {key: (12_000, False)}
     miss = setup.hint(2, *reversed(names))
     setup.ask(0)
     setup.answer()
     assert setup.answers[miss] == (0, False)
-    assert [len(question.digests) for question in setup.sent[-1].questions] == [FIRST_DIGESTS]
+    assert [len(question.names) for question in setup.sent[-1].questions] == [FIRST_DIGESTS]
 
 
 def test_between_two_slices_of_a_prompt_what_is_more_urgent_is_asked_for() -> None:
@@ -121,7 +120,7 @@ def test_the_lease_of_a_prompt_counts_from_its_first_slice() -> None:
     setup.answer(2 * SECOND)
     assert setup.answers[key] == (100, False)
     setup.tick(5 * SECOND - 1)
-    assert not setup.sent[-1].renewal
+    assert not setup.sent[-1].parts
     setup.tick(5 * SECOND)
     assert setup.renewed() == [key]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -31,7 +30,7 @@ class Setup:
     """Sessions with prompts of letters, a digest for each."""
 
     def __init__(self, block_ns: float = 0.0, free: int = 0) -> None:
-        self.sessions, self.now, self.block_ns, self.free = Sessions(ONE_GROUP, LEASE_NS), 0, block_ns, free
+        self.sessions, self.now, self.block_ns, self.free = Sessions(ONE_GROUP), 0, block_ns, free
         self.numbers = 0
 
     def come(self, session: str, prompt: str, after_ns: int = 0, local: int = 0) -> tuple[int | None, list[int]]:
@@ -153,19 +152,15 @@ def test_what_was_not_staged_is_announced_again_a_few_times(outcome: str, absent
     assert 1 < setup.numbers <= TRIES
 
 
-def test_leases_of_the_newest_prompt_alone_are_kept_until_it_is_not_likely_to_come() -> None:
+def test_the_newest_prompt_alone_is_expected_until_it_is_not_likely_to_come() -> None:
     setup = Setup()
     setup.come("s", "a")
     setup.come("s", "ab")
-    asked = []
-    for _ in range(100):
-        setup.now += SECOND_NS
-        if (chain := setup.sessions.next_lease(setup.now)) is not None:
-            asked.append((setup.now, len(chain.hashes) // SIZE))
-    assert {blocks for _, blocks in asked} == {2}
-    times = [at for at, _ in asked]
-    assert all(later - at == LEASE_NS // 2 for at, later in itertools.pairwise(times))
-    assert UNKNOWN_NS / 2 < times[-1] <= UNKNOWN_NS
+    sessions, came = setup.sessions, setup.now
+    assert sessions.expected(b"s", 1, came) is None
+    newest = sessions.expected(b"s", 2, came + UNKNOWN_NS - 1)
+    assert newest is not None and newest[1] == SIZE + 1 and len(newest[0]) == 2 * newest[1]  # noqa: PT018
+    assert sessions.expected(b"s", 2, came + UNKNOWN_NS) is None
 
 
 def test_a_session_that_comes_after_more_than_an_hour_is_a_new_one() -> None:
@@ -203,7 +198,6 @@ def test_any_history_keeps_its_bounds_and_ends(seed: int, monkeypatch: pytest.Mo
             open_.append((due, setup.numbers))
             if source.random() < 0.7:
                 setup.told(due, "completed", setup.numbers, absent=source.randrange(2))
-        setup.sessions.next_lease(setup.now)
         while open_ and source.random() < 0.6:
             due, number = open_.pop(source.randrange(len(open_)))
             setup.told(due, source.choice(ends), number)
@@ -215,7 +209,5 @@ def test_any_history_keeps_its_bounds_and_ends(seed: int, monkeypatch: pytest.Mo
         setup.now += SECOND_NS
         if (due := setup.due()) is not None:
             setup.told(due, "expired")
-        setup.sessions.next_lease(setup.now)
     assert setup.numbers - announced <= 8 * TRIES
-    assert setup.sessions.next_lease(setup.now + FORGET_NS) is None
     assert len(setup.sessions) == 0, "forgotten by age"

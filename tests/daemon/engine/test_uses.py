@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.engine.leases import MOST_NAMES, Leases
+from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.work.calls import Kind
 from kvprefetch.kv.groups import Group, Groups
@@ -233,36 +234,36 @@ def test_digests_too_short_for_a_key_are_left_alone() -> None:
 
 
 def test_what_waits_to_be_asked_for_is_bounded_and_asked_in_parts() -> None:
-    leases = Leases(10 * SECOND_NS)
+    leases = Leases(10 * SECOND_NS, {}, Sessions(ONE_GROUP))
     names = b"".join(number.to_bytes(32, "little") + b"\0" for number in range(1, MOST_NAMES + 10))
     leases.use(names, 33, SECOND_NS)
     asked = 0
-    while (part := leases.next(1000)) is not None:
+    while (part := leases.next(1000, SECOND_NS, keep=False)) is not None:
         asked += len(part.names)
         assert leases.answered(part, b"\1" * len(part.names)) == ()
     assert asked == MOST_NAMES
     leases.use(names, 33, SECOND_NS)
-    part = leases.next(1000)
+    part = leases.next(1000, SECOND_NS, keep=False)
     assert part is not None
     assert len(part.names) == 9, "they find room at the next use"
 
 
 def test_of_a_chain_that_no_engine_holds_nothing_is_asked_for_behind_its_first_absent_block() -> None:
-    leases = Leases(10 * SECOND_NS)
+    leases = Leases(10 * SECOND_NS, {}, Sessions(ONE_GROUP))
     leases.use(b"".join(map(block, "abcdef")), 33, SECOND_NS, held=False)
-    part = leases.next(2)
+    part = leases.next(2, SECOND_NS, keep=False)
     assert part is not None
     assert leases.answered(part, b"\1\0") == ()
-    assert not leases.waiting
+    assert leases.next(2, SECOND_NS, keep=False) is None
 
 
 def test_blocks_of_one_row_of_the_table_do_not_drive_each_other_out() -> None:
-    leases = Leases(10 * SECOND_NS)
+    leases = Leases(10 * SECOND_NS, {}, Sessions(ONE_GROUP))
     alike = [bytes(2) + bytes([number]) * 30 + b"\0" for number in range(1, 5)]
     for now in range(1, 5):
         for name in alike:
             leases.use(name, 33, now * SECOND_NS)
-    assert [part.names for part in iter(lambda: leases.next(10), None)] == [[name] for name in alike]
+    assert [part.names for part in iter(lambda: leases.next(10, 0, keep=False), None)] == [[name] for name in alike]
 
 
 def test_a_prefix_is_due_with_its_first_block_that_is() -> None:
