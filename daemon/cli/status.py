@@ -9,7 +9,7 @@ import click
 from kvprefetch.client import Client
 from kvprefetch.client.control import ask
 
-from ...shmring.wire.admin import Reload, Report, Segments, SetMode, StatQuery
+from ...shmring.wire.admin import Segments, StatQuery
 from ..config.model import Mode
 from ..telemetry.overview import describe
 from ..telemetry.pretty import printable
@@ -155,7 +155,7 @@ def run_stat(arguments: Arguments) -> int:
 
 def run_command(arguments: Arguments) -> int:
     """Send `mode` or `reload`, and print the daemon's report."""
-    mode = getattr(arguments, "mode", None)
-    report = ask(arguments.socket, Reload() if mode is None else SetMode(mode=mode), Report)
+    client, mode = Client(arguments.socket), getattr(arguments, "mode", None)
+    report = client.reload() if mode is None else client.mode(mode)
     print(printable(report.text))
     return 0 if report.ok else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from ...shmring.wire.checks import MAX_SESSION_ID, EnvelopeVersion, Priority, first_error
@@ -50,6 +50,20 @@ class Prefetch(Said):
     ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
     priority: Priority = 0
     max_bytes: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_whole(self) -> Prefetch:
+        both, neither = None not in (self.token_ids, self.block_hashes), (self.token_ids or self.block_hashes) is None
+        if both or (neither and self.session_id is None):
+            given = "both" if both else "none"
+            raise ValueError(f"one of token_ids, block_hashes and session_id is wanted: given={given}")
+        if self.lora_name and self.token_ids is not None:
+            text = "the names of its blocks have a LoRA's content: announce session_id"
+            raise ValueError(f"lora_name: {text}: lora_name={self.lora_name!r:.80}")
+        if self.block_hashes is not None and len({len(each) for each in self.block_hashes}) > 1:
+            lengths = sorted({len(each) // 2 for each in self.block_hashes})
+            raise ValueError(f"block_hashes: differ in length: bytes={lengths}")
+        return self
 
 
 class Action(Said):
@@ -151,17 +165,6 @@ def parsed(model: type[Said], body: bytes) -> Any:
 def payload(action: Action) -> Prefetch:
     """Return the payload of an action of our type. Raises Bad."""
     try:
-        found = Prefetch.model_validate(action.payload)
+        return Prefetch.model_validate(action.payload)
     except ValidationError as error:
         raise Bad(400, f"action {action.action_id}: {first_error(error, Prefetch)}") from None
-    both, neither = None not in (found.token_ids, found.block_hashes), (found.token_ids or found.block_hashes) is None
-    if both or (neither and found.session_id is None):
-        text = f"one of token_ids, block_hashes and session_id is wanted: given={'both' if both else 'none'}"
-        raise Bad(400, f"action {action.action_id}: payload: {text}")
-    if found.lora_name and found.token_ids is not None:
-        text = "the names of its blocks have a LoRA's content: announce session_id"
-        raise Bad(400, f"action {action.action_id}: lora_name: {text}: lora_name={found.lora_name!r:.80}")
-    if found.block_hashes is not None and len({len(each) for each in found.block_hashes}) > 1:
-        lengths = sorted({len(each) // 2 for each in found.block_hashes})
-        raise Bad(400, f"action {action.action_id}: block_hashes: differ in length: bytes={lengths}")
-    return found

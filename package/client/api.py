@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvprefetch.daemon.door.envelope import Prefetch
-from kvprefetch.shmring.wire.admin import Status
+from kvprefetch.daemon.config.model import Mode
+from kvprefetch.daemon.door.envelope import Answered, Prefetch
+from kvprefetch.shmring.wire.admin import Reload, Report, SetMode, Status
 
-from .control import TIMEOUT_S, Unavailable, find_socket, look
+from .control import TIMEOUT_S, Unavailable, ask, find_socket, look
 from .door import Announced, Door
 
 LOOK_S = 0.2
@@ -72,6 +75,14 @@ class Client:
         payloads = [{"engine": engine, "ttl_ms": ttl_ms, **prompt.model_dump(exclude_unset=True)} for prompt in prompts]
         return Announced(Door(self.socket, self._timeout_s), payloads)
 
+    def mode(self, mode: Mode) -> Report:
+        """Switch the daemon, as the command does; only root and its own user may. Raises Unavailable."""
+        return ask(self.socket, SetMode(mode=mode), Report, self._timeout_s)
+
+    def reload(self) -> Report:
+        """Let the daemon read its configuration and open its log's file again; `ok`: it took it over. As `mode`."""
+        return ask(self.socket, Reload(), Report, self._timeout_s)
+
     def _seen(self, enough: Callable[[Status], bool], wait_s: float, ids: bool = False) -> Status:
         """Look until the status is `enough`, for `wait_s` at most; return what was seen last. Raises Unavailable."""
         deadline = time.monotonic() + wait_s
@@ -84,3 +95,29 @@ class Client:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(LOOK_S)
+
+
+class AsyncClient:
+    """The same for asyncio: each call is one of a `Client` on a thread. A cancelled one ends there by itself."""
+
+    def __init__(self, socket: str | os.PathLike[str] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._client = Client(socket, timeout_s=timeout_s)
+
+    async def status(self, *, wait_s: float = 0.0, slowest: bool = False) -> Status:
+        return await asyncio.to_thread(self._client.status, wait_s=wait_s, slowest=slowest)
+
+    async def health(self, *, engines: int = 0, wait_s: float = 0.0, alive: bool = False) -> Health:
+        return await asyncio.to_thread(self._client.health, engines=engines, wait_s=wait_s, alive=alive)
+
+    async def prefetch(self, prompts: Sequence[Prefetch], *, engine: str = "", ttl_ms: int = 5_000) -> Announced:
+        return await asyncio.to_thread(self._client.prefetch, prompts, engine=engine, ttl_ms=ttl_ms)
+
+    async def wait(self, sent: Announced, timeout_s: float = math.inf) -> list[Answered]:
+        """As `Announced.wait`, which would stop the event loop."""
+        return await asyncio.to_thread(sent.wait, timeout_s)
+
+    async def mode(self, mode: Mode) -> Report:
+        return await asyncio.to_thread(self._client.mode, mode)
+
+    async def reload(self) -> Report:
+        return await asyncio.to_thread(self._client.reload)

@@ -42,6 +42,8 @@ def first_error(error: ValidationError, model: type[BaseModel] | None = None) ->
     if item["type"] == "union_tag_invalid":
         return f"type: should be one of {item['ctx']['expected_tags']}: type={shown(item['ctx']['tag'])}"
     text = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+    if item["type"] == "value_error" and not item["loc"]:
+        return text  # a check of the whole names its fields itself
     if model is not None and (field := model.model_fields.get(key)) and {"ge", "le"} & item.get("ctx", {}).keys():
         bounds = [getattr(each, name) for name in ("ge", "le") for each in field.metadata if hasattr(each, name)]
         text = f"should be {bounds[0]} to {bounds[1]}" if len(bounds) == 2 else text

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
 import socket
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pydantic
 import pytest
 
 import kvprefetch.client as api
-from kvprefetch.client import Client, Prompt, Unavailable, explain
+from kvprefetch.client import AsyncClient, Client, Prompt, Unavailable, explain
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import hints_socket
 from tests.daemon.stores import blocks, engine_with
@@ -20,16 +25,13 @@ from tests.daemon.telemetry.test_trace_picture import LINE
 from tests.lab.daemon import Daemon
 from tests.support.command import kvprefetchd, run
 from tests.support.fake_engine import FakeEngine
+from tests.support.package import copy_package
 from tests.support.waiting import eventually
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/python.md").read_text()
 # What the API has had since its first version. A name that goes away breaks somebody: raise API_VERSION's first number.
-NAMES = {
-    (
-        1,
-        0,
-    ): "API_VERSION Announced Answered Blocks Busy Client Explanation Health Prompt Span Status Unavailable explain"
-}
+FIRST = "API_VERSION Announced Answered Blocks Busy Client Explanation Health Prompt Span Status Unavailable explain"
+NAMES = {(1, 0): FIRST, (1, 1): f"{FIRST} AsyncClient Report"}
 
 
 def test_it_needs_none_of_the_daemon_s_packages() -> None:
@@ -41,7 +43,7 @@ def test_it_needs_none_of_the_daemon_s_packages() -> None:
 
 
 def test_every_name_is_documented_and_none_went_away() -> None:
-    assert " ".join(sorted(api.__all__)) == NAMES[api.API_VERSION]
+    assert sorted(api.__all__) == sorted(NAMES[api.API_VERSION].split())
     assert f"version {'.'.join(map(str, api.API_VERSION))}" in PAGE
     for name in set(api.__all__) - {"API_VERSION"}:
         assert re.search(rf"`{name}\b", PAGE), name
@@ -111,6 +113,66 @@ def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..
     assert eventually(lambda: daemon.records("request.done"), what="its line")[0]["announced_staged"] == 12
     with pytest.raises(Unavailable, match="engine='another'"):
         Client(daemon.socket).prefetch([Prompt(block_hashes=chain)], engine="another")
+
+
+def test_the_same_for_asyncio_and_the_commands_that_switch(serve: Callable[..., Daemon], tmp_path: Path) -> None:
+    """While one waits, the loop goes on."""
+    config = tmp_path / "kvprefetchd.toml"
+    config.write_text("max_engines = 3\n")
+    daemon = serve(extra=("--config", str(config)))
+    engine_with(daemon, "one", 4)
+    absent = Prompt(block_hashes=[digest.hex() for digest in blocks("nowhere", 3)])
+
+    async def asks() -> None:
+        client = AsyncClient(daemon.socket, timeout_s=60)
+        status, health = await asyncio.gather(client.status(), client.health(engines=1, wait_s=60))
+        assert (status.pid, health.well) == (daemon.pid, True)
+        [outcome] = await client.wait(await client.prefetch([absent], engine="one"), 60)
+        assert outcome.outcome == "missing"
+        late = asyncio.create_task(client.health(engines=9, wait_s=0.5))
+        assert (await client.mode("shadow")).text == "mode: shadow (was on)"
+        assert not late.done()
+        assert (await client.reload()).ok
+        config.write_text("max_engine = 3\n")
+        refused = await client.reload()
+        assert (refused.ok, "max_engines" in refused.text) == (False, True)
+        assert not (await late).well
+
+    asyncio.run(asks())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "one of token_ids, block_hashes and session_id is wanted: given=none"),
+        ({"token_ids": [1], "block_hashes": ["ab"]}, "given=both"),
+        ({"token_ids": [-1]}, "greater than or equal to 0"),
+        ({"block_hashes": ["ab", "abcd"]}, "differ in length"),
+    ],
+)
+def test_a_prompt_that_no_door_would_take_is_refused_at_once(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Prompt(**fields)
+
+
+def test_a_stranger_s_script_is_typed(tmp_path: Path) -> None:
+    """The page's example, in strict mode, in an environment with an installed package."""
+    checker = shutil.which("basedpyright", path=str(Path(sys.executable).parent))
+    if checker is None:
+        pytest.skip("basedpyright is not installed (make test does it)")
+    example = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    copy_package(site)
+    (site / "others.pth").write_text(f"{Path(pydantic.__file__).parents[1]}\n")
+    (tmp_path / "script.py").write_text(f"prompt = [1, 2]\n{example[1]}\nprint(client.mode('on').ok, announce)\n")
+    config = {"typeCheckingMode": "strict", "include": ["script.py"], "venvPath": str(tmp_path), "venv": "venv"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    said = run([checker, "-p", str(tmp_path)])
+    assert said.returncode == 0, said.stdout
+    (tmp_path / "script.py").write_text("from kvprefetch.client import Client\n\nClient().status(wait=3)\n")
+    assert 'No parameter named "wait"' in run([checker, "-p", str(tmp_path)]).stdout
 
 
 def test_a_wait_for_what_does_not_come_ends(serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:

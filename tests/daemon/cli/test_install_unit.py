@@ -84,6 +84,14 @@ def test_a_configuration_that_is_there_is_kept(tmp_path: Path) -> None:
     assert config.read_text() == "max_engines = 3\n"
 
 
+def test_the_package_has_every_file_of_the_folder() -> None:
+    """In a checkout the folder is beside the code; in a wheel only what its patterns name."""
+    root = Path(__file__).parents[3]
+    [patterns] = re.findall(r'^"kvprefetch.systemd" = \[(.*)\]', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    packed = {path for each in re.findall('"(.*?)"', patterns) for path in (root / "systemd").glob(each)}
+    assert {path for path in (root / "systemd").rglob("*") if path.is_file()} - packed == {root / "systemd/README.md"}
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     said = install(tmp_path, "--dry-run", "--activation")
     assert "ListenSequentialPacket=" in said
