@@ -167,12 +167,12 @@ def test_a_stranger_s_script_is_typed(tmp_path: Path) -> None:
     copy_package(site)
     (site / "others.pth").write_text(f"{Path(pydantic.__file__).parents[1]}\n")
     (tmp_path / "script.py").write_text(f"prompt = [1, 2]\n{example[1]}\nprint(client.mode('on').ok, announce)\n")
-    config = {"typeCheckingMode": "strict", "include": ["script.py"], "venvPath": str(tmp_path), "venv": "venv"}
+    (tmp_path / "wrong.py").write_text("from kvprefetch.client import Client\n\nClient().status(wait=3)\n")
+    config = {"typeCheckingMode": "strict", "include": ["*.py"], "venvPath": str(tmp_path), "venv": "venv"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    said = run([checker, "-p", str(tmp_path)])
-    assert said.returncode == 0, said.stdout
-    (tmp_path / "script.py").write_text("from kvprefetch.client import Client\n\nClient().status(wait=3)\n")
-    assert 'No parameter named "wait"' in run([checker, "-p", str(tmp_path)]).stdout
+    said = json.loads(run([checker, "--outputjson", "-p", str(tmp_path)]).stdout)["generalDiagnostics"]
+    assert [Path(each["file"]).name for each in said] == ["wrong.py"], said
+    assert 'No parameter named "wait"' in said[0]["message"]
 
 
 def test_a_wait_for_what_does_not_come_ends(serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
