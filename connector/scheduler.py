@@ -25,6 +25,7 @@ from .claims import NOTHING, PENDING, Claims, Pass, Reply
 from .config import ConnectorConfig
 from .early import EarlyHints
 from .events import SavedBlocks
+from .firsts import Firsts
 from .geometry import Geometry
 from .guards import detaching
 from .hints import Handle
@@ -78,6 +79,7 @@ class SchedulerSide:
         self.loads = Loads(geometry, self.counters)
         self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
         self.policy = WaitPolicy(self.steps, geometry.block_tokens)
+        self._firsts = Firsts(self.steps, geometry.block_tokens)
         saves = self.saves if self._saving else None
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
@@ -338,6 +340,8 @@ class SchedulerSide:
             self._weights_reported(worker_meta.weights)
         if worker_meta.saves:
             self.saves.acknowledge(worker_meta.saves, worker_meta.failed_saves)
+            if self._firsts.save:
+                self._firsts.saved(self.saves.copied)
         try:
             if worker_meta.loads:
                 now = self._now_ns()
@@ -345,6 +349,8 @@ class SchedulerSide:
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.session is self._session:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
+                    if self._firsts.hit and not worker_meta.failed_loads:
+                        self._firsts.loaded(load, self.requests.get(load.request_id))
             if self.saves.copied and self._session is not None:
                 self.saves.flush(self._session)
         except SegmentCorrupt as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,38 @@ def test_pending_then_ready_then_loaded() -> None:
     assert not engine.side.has_pending_work()
     engine.acknowledge(meta, ranks=1)
     assert engine.side.counters["unknown_loads"] == 1, "reported once too often"
+
+
+def test_the_first_save_and_the_first_hit_are_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for an engine, after all ranks; the computing that a hit saved, where its cost is known."""
+    engine = Engine(world_size=2, credits=range(40, 50))
+    engine.side.steps.began(engine.clock.ns, 300, executed=True)
+    engine.clock.advance_ms(600)
+    engine.side.steps.ended(engine.clock.ns)
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch"):
+        for number in range(2):
+            saving = engine.admitted(f"save{number}", 2 * BLOCK)
+            meta = engine.step([(saving, 2 * BLOCK)])
+            engine.acknowledge(meta, ranks=1)
+            assert len(caplog.messages) == 2 * bool(number)
+            engine.acknowledge(meta, ranks=1)
+            loading = engine.add(f"load{number}", 3 * BLOCK + 5, staged=3)
+            engine.take(loading, 3 * BLOCK)
+            engine.acknowledge(engine.step([(loading, 5)]))
+    first, hit = caplog.messages
+    assert first.startswith("kvprefetch: first save: 2 blocks go to the store")
+    tokens, saved_s = f"{3 * BLOCK} of {3 * BLOCK + 5} tokens", 3 * BLOCK * 0.00195
+    assert hit == f"kvprefetch: first prefix from the store: {tokens}, saved {saved_s:.2f} s of computing"
+
+
+def test_a_load_that_failed_is_no_first_hit(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    request = engine.add("r", 3 * BLOCK + 5, staged=3)
+    engine.take(request, 3 * BLOCK)
+    with caplog.at_level(logging.INFO, "vllm.kvprefetch"):
+        meta = engine.step([(request, 5)])
+        engine.acknowledge(meta, failed_loads=[meta.loads[0].load_id])
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

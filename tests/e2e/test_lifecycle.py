@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -140,6 +141,8 @@ def test_engines_start_their_daemon_and_it_ends_with_the_last_one(
         first.kill()
         eventually(lambda: len(ask_daemon(socket).engines) == 1, 20, "the end of the first")
         served(second.run(PROMPTS), right, HITS)
+        assert "first save: " in first.log.read_text()
+        assert re.search(r"first prefix from the store: \d+ of \d+ tokens", second.log.read_text())
         os.kill(daemon, signal.SIGKILL)
         assert second.reset_prefix_cache()
         served(second.run(PROMPTS), right)
