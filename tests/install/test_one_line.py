@@ -122,4 +122,4 @@ echo "took $((SECONDS - began)) s"
 """)
     assert "status 69" in said
     assert said.count("libibverbs.so.1: file too short") == said.count("as root: apt-get install -y libibverbs1") == 3
-    assert int(re.findall(r"took (\d+) s", said)[0]) < 30
+    assert int(re.findall(r"took (\d+) s", said)[0]) < 45, "three starts of Python, none of which waits"

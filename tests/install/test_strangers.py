@@ -13,10 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +136,22 @@ def test_a_user_without_rights_to_the_socket_is_told_so_within_a_minute() -> Non
 @pytest.mark.store
 @pytest.mark.timeout(1800)
 def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> None:
-    """README's two lines, a real engine, and one prompt twice: the second request is loaded from the store."""
+    """README's lines, one after the other: after a restart of the engine the same prompt is loaded from the store."""
     from tests.lab.checkpoint import TINY, make_checkpoint
 
     text = (ROOT / "README.md").read_text()
-    install, serve = (
-        text.split("on GPUs `daemon-cuda12` or `daemon-cuda13`):\n\n```sh\n")[1].split("\n```")[0].splitlines()
-    )
+    install, serve, ask = text.split("## Start\n")[1].split("```sh\n")[1].split("\n```")[0].splitlines()
     model = make_checkpoint(stranger.home / "models", TINY)
     vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
     vllm = vllm.replace('"start_daemon":true', '"start_daemon":{"log_level":"info"}')
+    engine = find_spec("vllm")
+    assert engine is not None and engine.origin is not None
     said = stranger.run(NEWCOMER.format(
-        python=sys.executable, site=sysconfig.get_path("purelib"), port=free_ports(1)[0], install=install, vllm=vllm,
+        python=sys.executable, site=Path(engine.origin).parents[1], port=free_ports(1)[0], install=install, vllm=vllm,
+        ask=ask.replace("MODEL", "tiny").replace(":8000", ":$PORT"),
     ), FIRST_S)  # fmt: skip
+    assert "kvprefetch: first save: " in said
+    assert re.search(r"kvprefetch: first prefix from the store: \d+ of \d+ tokens, saved .* s of computing", said)
     assert re.search(r"request\.done .* loaded: [1-9]\d* of \d+ blocks", said), said[-4000:]
 
 
@@ -156,7 +159,7 @@ def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> No
 # serve` (docs/tutorial.md).
 NEWCOMER = """
 export PORT={port}
-export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_NUM_OF_RESERVED_CPU=1 VLLM_NO_USAGE_STATS=1
 {python} -m venv ~/engine
 echo {site} > $(~/engine/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
 SERVER='exec ~/engine/bin/python -m vllm.entrypoints.openai.api_server --model "$@"'
@@ -164,16 +167,15 @@ printf '#!/bin/sh\\nshift\\n%s\\n' "$SERVER" > ~/engine/bin/vllm
 chmod +x ~/engine/bin/vllm
 PATH=~/engine/bin:$PATH
 {install}
-{vllm} > vllm.log 2>&1 & ENGINE=$!
-until ~/engine/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
-    sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
+for life in 1 2; do
+    {vllm} >> vllm.log 2>&1 & ENGINE=$!
+    until ~/engine/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
+        sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
+    done
+    {ask}
+    sleep 2
+    kill $ENGINE && wait
 done
-ask() {{
-    curl -sSf localhost:$PORT/v1/completions -H "Content-Type: application/json" \\
-        -d "{{\\"model\\": \\"tiny\\", \\"prompt\\": \\"$(seq -s ' ' 500)\\", \\"max_tokens\\": 8}}"
-}}
-ask && sleep 2
-curl -sSf -X POST localhost:$PORT/reset_prefix_cache
-ask && sleep 2
+grep 'kvprefetch: first' vllm.log
 ~/engine/bin/kvprefetchd tail --event request.done ~/.local/state/kvprefetch/kvprefetchd.log
 """
