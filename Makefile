@@ -18,11 +18,12 @@ CHECK_VENV  ?= .venv-check
 CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_estimate.py tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
+ROOM ?= daemon/planning
 # Per cent of the package's lines that the tests must reach. To count them takes twice as long, so CI does it.
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup room check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,9 @@ $(CHECK_VENV)/.done: pyproject.toml $(wildcard shmring/_*.[ch])
 	@rm -f shmring/_atomics.*.so  # one of an older build may hide the new one
 	@$(CHECK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[check]'
 	@touch $@
+
+room: $(CHECK_VENV)/.done ## the tests of one room, in some seconds: ROOM=daemon/planning, shmring, kv, daemon/door, …
+	@$(CHECK_VENV)/bin/python -m pytest -q -m "not store and not vllm and not stress" tests/$(ROOM)
 
 check: $(CHECK_VENV)/.done ## lint, types and the tests without vLLM, torch and Mooncake: two minutes from a clone
 	@$(MAKE) --no-print-directory lint VENV=$(CHECK_VENV)

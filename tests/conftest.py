@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import re
 import signal
@@ -80,10 +81,13 @@ def lacks(failure: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip a test that imports such a package as it runs."""
+    """Skip a test that imports such a package as it runs. One that fails says in words what it expected."""
     report = yield
     if report.failed and (absent := lacks(str(report.longrepr))):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, absent)
+    elif report.failed and isinstance(item, pytest.Function):
+        name = item.originalname.removeprefix("test_").replace("_", " ")
+        report.sections.insert(0, ("expected", f"{name}\n{inspect.cleandoc(item.function.__doc__ or '')}".rstrip()))
     return report
 
 

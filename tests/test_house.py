@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,6 +107,18 @@ def test_the_commit_hooks_run_the_linters_of_make_check() -> None:
     for hook in repository["hooks"]:
         assert ".venv-check" in hook["entry"]
         assert hook["language"] == "system"
+
+
+def test_a_test_that_fails_says_in_words_what_it_expected() -> None:
+    """Its name and its docstring, before what was printed and logged."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        file = Path(folder) / "test_it.py"
+        file.write_text('def test_one_is_two():\n    """For a newcomer."""\n    assert 1 == 2\n')
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest", str(file)]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False).stdout
+    assert "- expected -" in said, said
+    assert "\none is two\nFor a newcomer.\n" in said
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="this environment has everything")

@@ -145,7 +145,8 @@ def test_a_newcomer_has_a_first_hit_within_ten_minutes(stranger: Stranger) -> No
     vllm = serve.replace("MODEL", f"{model} --served-model-name tiny --enforce-eager --port $PORT", 1)
     vllm = vllm.replace('"start_daemon":true', '"start_daemon":{"log_level":"info"}')
     engine = find_spec("vllm")
-    assert engine is not None and engine.origin is not None
+    assert engine is not None
+    assert engine.origin is not None
     said = stranger.run(NEWCOMER.format(
         python=sys.executable, site=Path(engine.origin).parents[1], port=free_ports(1)[0], install=install, vllm=vllm,
         ask=ask.replace("MODEL", "tiny").replace(":8000", ":$PORT"),
