@@ -105,5 +105,13 @@ PIECES = {
             lambda base, at: fetching(base.but(hit=at), 0.5),
             base(PRESETS["25-35"]),
         ),
+        _piece(
+            "common",
+            "What if eight requests have a first part in common, which most find in the engine's own cache?",
+            "share of the prompt that is common",
+            (0.5, 0.9),
+            lambda base, at: fetching(base.but(shared=at), 0.5),
+            base(PRESETS["25-35"]),
+        ),
     )
 }

@@ -46,6 +46,7 @@ def test_a_piece_s_points_keep_the_proportions_of_its_machine(piece: Piece) -> N
         preset, pace = PRESETS[setting.preset], pace_of(setting)
         fetch_ms = 1e3 * pace.fetch_s
         by_steps = {"fetch": at * preset.base_ms, "load": preset.base_ms / 2, "http": preset.base_ms / 2}
+        by_steps["common"] = preset.base_ms / 2
         expected = by_steps.get(piece.name.split("-")[0], preset.fetch_ms(setting.hit_tokens))
         if piece.name != "part":
             assert fetch_ms == pytest.approx(expected, rel=1e-6)
