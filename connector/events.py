@@ -60,7 +60,7 @@ class SavedBlocks:
             slots = self.saving.get(stored.save_id)
             if slots is None:
                 continue  # dropped meanwhile, or of an ended epoch
-            for medium, which in ((MEDIUM_MEMORY, stored.memory), (MEDIUM_STORAGE, stored.disk), (None, stored.lost)):
+            for medium, which in ((MEDIUM_MEMORY, stored.memory), (MEDIUM_STORAGE, stored.disk), (None, stored.failed)):
                 for slot in which:
                     event = slots.pop(slot, None)
                     if event is not None and medium is not None:

@@ -49,7 +49,7 @@ class Prompts:
 
     def hint(self, key: Key, request: SimRequest, local_blocks: int) -> None:
         planned = self._planner.blocks
-        room, blocks = planned.slot_count - planned.lost, range(local_blocks, request.blocks)
+        room, blocks = planned.slot_count - planned.quarantined, range(local_blocks, request.blocks)
         prompt = Prompt(self._groups, request.hashes, blocks, room=room, staged=planned.holds)
         self._planner.hint(key, prompt, request.priority, request.seen_ns)
 

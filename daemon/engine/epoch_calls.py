@@ -162,7 +162,7 @@ class EpochCalls:
                 continue
             request = answer.request
             if isinstance(answer, Lost):
-                parts.planner.lost(request, answer.block)
+                parts.planner.absent(request, answer.block)
                 continue
             choice = parts.planner.choose(request) if parts.mode == "on" else request.prompt.choose()
             if parts.mode != "on":
@@ -258,7 +258,7 @@ class EpochCalls:
     def prompt(self, hashes: bytes, blocks: range) -> Prompt:
         """Return what is known of the prompt with these hashes, whose `blocks` may be loaded."""
         planned = self._parts.planner.blocks
-        room = planned.slot_count - planned.lost
+        room = planned.slot_count - planned.quarantined
         return Prompt(self._parts.engine.groups, hashes, blocks, room=room, staged=planned.holds)
 
     def reply(self, most: int = REPLIES) -> None:
@@ -310,8 +310,8 @@ class EpochCalls:
         size = parts.memory.block_bytes
         pools.link_share.ended(len(put.blocks) * size, result.stored * size, now - started_ns)
         pools.rates.saves.add(result.stored * size)
-        if result.lost:
-            parts.log.warning("slots.quarantined", call="save", blocks=result.lost)
+        if result.quarantined:
+            parts.log.warning("slots.quarantined", call="save", blocks=result.quarantined)
         parts.look_ups.leases.put([name for name, _ in put.blocks])
         if result.again:  # a store that is full of leases finds room once some of them end
             self._services.full_until_ns = now + self._services.config.lease_ns

@@ -79,8 +79,8 @@ class Fetches:
             counters.add("failed_blocks", len(outcome) - good, lane)
             if corrupt := outcome.count(ErrorClass.CORRUPT):
                 log.warning("store.corrupt", blocks=corrupt)
-            if lost := outcome.count(ErrorClass.UNDER_WAY):
-                log.warning("slots.quarantined", call="fetch", blocks=lost)
+            if gone := outcome.count(ErrorClass.UNDER_WAY):
+                log.warning("slots.quarantined", call="fetch", blocks=gone)
 
     def _overdue(self, order: Order, get: Get, asked_ns: int) -> None:
         now = self._services.clock_ns()

@@ -71,7 +71,7 @@ class EpochParts:
             memory.save_slots_from,
             self.channel,
             chunk_blocks=chunk_blocks,
-            lost=memory.staging.lost,
+            quarantined=memory.staging.quarantined,
             disk_chunk_blocks=min(chunk_blocks, max(1, DISK_BUFFER_BYTES // config.fetch_threads // part_bytes)),
             device_slots=range(memory.layout.slot_count, memory.layout.slot_bound),
         )
@@ -83,7 +83,7 @@ class EpochParts:
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
         self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)
         generation = engine.scheduler.reset_generation
-        self.saver = Saver(save_slots, memory.staging.lost, self.reasons.stored, generation)
+        self.saver = Saver(save_slots, memory.staging.quarantined, self.reasons.stored, generation)
         self.put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
         self.ahead = Ahead(engine.groups, room)

@@ -65,22 +65,22 @@ class Put:
     def notice(self) -> Stored:
         """What became of its slots, for an engine that publishes KV events."""
         there = {*self.memory, *self.disk}
-        lost = [slot for slot in self.slots if slot not in there]
-        return Stored(save_id=self.save.save_id, memory=self.memory, disk=self.disk, lost=lost)
+        failed = [slot for slot in self.slots if slot not in there]
+        return Stored(save_id=self.save.save_id, memory=self.memory, disk=self.disk, failed=failed)
 
 
 class Saver:
-    """Owns the save `slots` of one engine. A slot that is in `lost` when it comes back is never granted again.
+    """Owns the save `slots` of one engine. A slot that is in `quarantined` when it comes back is never granted again.
 
     `before`: what was stored under its keys.  `generation`: of its weights (`Reset`).
     """
 
-    def __init__(self, slots: range, lost: Set[int], before: StoredBefore, generation: int = 0) -> None:
-        self._slots, self._lost_now = slots, lost
+    def __init__(self, slots: range, quarantined: Set[int], before: StoredBefore, generation: int = 0) -> None:
+        self._slots, self._quarantined_now = slots, quarantined
         self.generation = generation
         self._granted: set[int] = set()
         self._returned: list[int] = list(slots)  # to be granted when saving is on
-        self._lost = 0
+        self._quarantined = 0
         self._puts: deque[Put] = deque()
         self._given_up: deque[Put] = deque()  # nothing of them is stored
         self._before = before
@@ -94,7 +94,7 @@ class Saver:
     # --- saves ------------------------------------------------------------------------------------------------------
 
     def saved(self, record: Saved, *, saving: bool) -> list[Put]:
-        """Every rank copied these blocks, or dropped them; return puts that are lost at once.
+        """Every rank copied these blocks, or dropped them; return puts that fail at once.
 
         Raises ProtocolError for slots that are not granted.
         """
@@ -136,7 +136,7 @@ class Saver:
     def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[Put]:
         """A put came back; return the puts that ended with it.
 
-        Later keys do not name the values of older weights, so the engine hears that they are lost.
+        Later keys do not name the values of older weights, so the engine hears that they failed.
         """
         self._running, older = None, put.save.generation < self.generation
         if now_ns - self._tried_ns > FORGET_NS:
@@ -201,8 +201,8 @@ class Saver:
         return put
 
     def _take_in(self, slots: list[int]) -> None:
-        kept = [slot for slot in slots if slot not in self._lost_now]
-        self._lost += len(slots) - len(kept)
+        kept = [slot for slot in slots if slot not in self._quarantined_now]
+        self._quarantined += len(slots) - len(kept)
         self._returned += kept
 
     def reset(self, generation: int, before: StoredBefore) -> list[Put]:
@@ -212,10 +212,10 @@ class Saver:
         return self.ended()
 
     def gauges(self) -> dict[str, int]:
-        """Count save slots: those that are neither busy nor lost are granted."""
+        """Count save slots: those that are neither busy nor quarantined are granted."""
         return {
             "save_slots": len(self._slots),
-            "save_slots_busy": len(self._slots) - len(self._granted) - self._lost,
-            "save_slots_quarantined": self._lost,
+            "save_slots_busy": len(self._slots) - len(self._granted) - self._quarantined,
+            "save_slots_quarantined": self._quarantined,
             "saves_queued": len(self._puts) + len(self._given_up) + (self._running is not None),
         }

@@ -30,9 +30,9 @@ def slots_for(budget_bytes: int, block_bytes: Sequence[int]) -> int:
 class HostStaging:
     """The staging segments of one engine. The store reads and writes them at addresses of this process.
 
-    `lost`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  Nobody uses
-    such a slot again, and with the first one the memory stays registered and mapped until the process ends.  The
-    thread of a store call adds its slots before the call's result is known.  `page_bytes`: of a mapped page, the mean.
+    `quarantined`: slots that a transfer may still read or write after Mooncake gave it up (store/give_up.py).  No
+    call uses such a slot again, and with the first one the memory stays registered and mapped until the process ends.
+    The thread of a store call adds its slots before the result is known.  `page_bytes`: of a mapped page, the mean.
     `sum_bytes`: with them, each slot has a checksum, behind all slots of its rank.  `held`: why the store did not let
     go of the memory, or "".
     """
@@ -40,7 +40,7 @@ class HostStaging:
     def __init__(self, slot_count: int, block_bytes: Sequence[int], sum_bytes: int = 0) -> None:
         self.slot_count, self.sum_bytes = slot_count, sum_bytes
         self.block_bytes = list(block_bytes)
-        self.lost: set[int] = set()
+        self.quarantined: set[int] = set()
         self.page_bytes = 0
         self.held = ""
         self.segments: list[Segment] = []
@@ -84,15 +84,15 @@ class HostStaging:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the size of memory with lost slots, which neither `unregister` nor `close` gives back."""
-        return self.size_bytes if self.lost else 0
+        """Return the size of memory with quarantined slots, which neither `unregister` nor `close` gives back."""
+        return self.size_bytes if self.quarantined else 0
 
     def unregister(self) -> bool:
-        """Undo `register`, unless slots are lost. With RDMA this unlocks the pages, which takes long.
+        """Undo `register`, unless slots are quarantined. With RDMA this unlocks the pages, which takes long.
 
         Return False where the store did not let go of all of it, and set `held`.
         """
-        if not self.lost:
+        if not self.quarantined:
             self.held = ""
             for store, address in list(self._registered):
                 try:
@@ -115,7 +115,7 @@ class HostStaging:
         return [each.address + self.slot_count * size + slot * self.sum_bytes for each, size in ends]
 
     def close(self) -> bool:
-        """Unregister and unmap, unless slots are lost; only when no store call names the memory.
+        """Unregister and unmap, unless slots are quarantined; only when no store call names the memory.
 
         Return False where the store did not let go of all of it: that part stays mapped, because Mooncake refuses
         other memory at the same address.  Call again then.
@@ -123,11 +123,11 @@ class HostStaging:
         self.unregister()
         held = {address for _, address in self._registered}
         for segment in self.segments:
-            if self.lost:
+            if self.quarantined:
                 _kept.append(segment)
             elif segment.address not in held:
                 segment.close()
-        self.segments = [each for each in self.segments if each.address in held and not self.lost]
+        self.segments = [each for each in self.segments if each.address in held and not self.quarantined]
         return not self.segments
 
 

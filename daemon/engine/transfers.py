@@ -194,7 +194,7 @@ class SaveResult:
     """Count blocks stored now, present before and failed; `again` are those to try again: no space, or no store.
 
     `memory` and `disk`: slots of the blocks that are in the store now, by medium, where `locate` asks.  `digests`: of
-    the blocks stored now.  `lost`: how many values Mooncake may still read.
+    the blocks stored now.  `quarantined`: how many values Mooncake may still read.
     """
 
     stored: int
@@ -204,7 +204,7 @@ class SaveResult:
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    lost: int = 0
+    quarantined: int = 0
 
 
 class Found(NamedTuple):
@@ -280,16 +280,16 @@ def fetch(
 
 
 def _move(layout: RankLayout, values: _Values, call: Callable[..., list[ErrorClass]]) -> list[ErrorClass]:
-    """Get or put these values; slots that Mooncake may go on using are lost. Raises what the call raises."""
+    """Get or put these values; slots that Mooncake may go on using are quarantined. Raises what the call raises."""
     try:
         results = call(values.keys, values.addresses, values.sizes, values.sums)
     except StoreUnavailable:
         raise  # no transfer is under way
     except BaseException:
-        layout.staging.lost.update(values.slots)  # nothing is known of the transfers
+        layout.staging.quarantined.update(values.slots)  # nothing is known of the transfers
         raise
     if ErrorClass.UNDER_WAY in results:
-        layout.staging.lost.update(compress(values.slots, [each is ErrorClass.UNDER_WAY for each in results]))
+        layout.staging.quarantined.update(compress(values.slots, [each is ErrorClass.UNDER_WAY for each in results]))
     return results
 
 
@@ -322,8 +322,8 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
             again.append(block)
         else:
             failed += 1
-    lost = outcome.count(ErrorClass.UNDER_WAY)
-    result = SaveResult(len(stored), present, failed, again, digests=stored, lost=lost)
+    gone = outcome.count(ErrorClass.UNDER_WAY)
+    result = SaveResult(len(stored), present, failed, again, digests=stored, quarantined=gone)
     if locate:
         media: Sequence[Medium | None] = [None] * len(kept)  # if the store cannot say: they were just put
         with contextlib.suppress(StoreUnavailable):

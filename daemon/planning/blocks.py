@@ -29,14 +29,14 @@ MAX_RUN = 512  # blocks: where an engine hints them in a wrong order, each cuts 
 class Blocks:
     """The blocks in slots [0, slot_count).
 
-    A slot that is in `lost` when it comes back is never used again; the caller adds to that set.  `copies`: the second
-    slots of blocks.
+    A slot that is in `quarantined` when it comes back is never used again; the caller adds to that set.
+    `copies`: the second slots of blocks.
     """
 
-    def __init__(self, slot_count: int, lost: Set[int], device_slots: Sequence[int] = ()) -> None:
+    def __init__(self, slot_count: int, quarantined: Set[int], device_slots: Sequence[int] = ()) -> None:
         self.slot_count = slot_count
-        self.lost = 0  # slots that are never used again
-        self._lost = lost
+        self.quarantined = 0  # slots that are never used again
+        self._quarantined_now = quarantined
         self.used = 0  # slots that are pinned or being written
         self.pinned = 0
         self.sole = Counter[int]()  # number of a request -> staged blocks that it alone pins, and would free
@@ -299,8 +299,8 @@ class Blocks:
     def _release(self, run: Run) -> None:
         self._waste(run, len(run))
         self._leave(run.slots)
-        back = [slot for slot in run.slots if slot not in self._lost] if self._lost else run.slots
-        self.lost += len(run) - len(back)
+        back = [slot for slot in run.slots if slot not in self._quarantined_now] if self._quarantined_now else run.slots
+        self.quarantined += len(run) - len(back)
         self._free.extend(back)
 
     def _waste(self, run: Run, blocks: int) -> None:
@@ -314,8 +314,8 @@ class Blocks:
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),
-            "slots_idle": self.slot_count - len(self._free) - self.used - self.lost,
-            "slots_quarantined": self.lost,
+            "slots_idle": self.slot_count - len(self._free) - self.used - self.quarantined,
+            "slots_quarantined": self.quarantined,
             "slots_unused": self._unused,
             "blocks_wasted": sum(self.wasted),
             "blocks_pinned": self.pinned,
@@ -333,8 +333,8 @@ class Blocks:
         runs = {run for run in self._runs if run is not None}
         present = [slot for run in runs for slot in run.slots]
         gone = set(range(self.slot_count)).difference(present, self._free)
-        assert sorted((*present, *self._free, *gone)) == list(range(self.slot_count)), "free, lost or in one run"
-        assert gone <= self._lost
+        assert sorted((*present, *self._free, *gone)) == list(range(self.slot_count)), "free, quarantined or in one run"
+        assert gone <= self._quarantined_now
         for run in runs:
             assert len(run.digests) == len(run.slots) > 0
             for slot in run.slots:

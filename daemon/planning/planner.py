@@ -30,7 +30,7 @@ AHEAD_SHARE = 4  # of a call: for announced requests; hinted ones wait no longer
 
 
 class Planner:
-    """Plans one engine's staging slots [0, slot_count), without those that are in `lost` when they come back.
+    """Plans one engine's staging slots [0, slot_count), without those that are in `quarantined` when they come back.
 
     `device_slots`: the numbers of second slots of blocks, which it gives back with the first ones.
     """
@@ -42,12 +42,12 @@ class Planner:
         *,
         chunk_blocks: int,
         disk_chunk_blocks: int = 0,
-        lost: Set[int] = frozenset(),
+        quarantined: Set[int] = frozenset(),
         device_slots: Sequence[int] = (),
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self.blocks = Blocks(slot_count, lost, device_slots)
+        self.blocks = Blocks(slot_count, quarantined, device_slots)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -95,7 +95,7 @@ class Planner:
         """Show a request no more than its local blocks."""
         self.holdings.show_nothing(request)
 
-    def lost(self, request: Request, block: int) -> None:
+    def absent(self, request: Request, block: int) -> None:
         """The store has this block of the request no more. It keeps those that are staged, or on their way."""
         if not request.final and request.issued <= block < request.limit:
             request.failure = Failure("lease")
@@ -356,7 +356,7 @@ class Planner:
         if self._orders or self.holdings.owes:
             return False
         stuck = sum(len(each.slots) for each in self._overdue.values())
-        if request.issued < self.blocks.slot_count - stuck - self.blocks.lost:
+        if request.issued < self.blocks.slot_count - stuck - self.blocks.quarantined:
             if any(each.final and each.held for each in self.requests.values()):
                 return False
             waiting = [each for each in self.requests.values() if each.held and each.limit >= 0]

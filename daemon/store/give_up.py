@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-GIVE_UP_NS = 55_000_000_000  # less than Mooncake's 60 s: a slot lost in vain is cheap, a wrong byte is not
+GIVE_UP_NS = 55_000_000_000  # less than Mooncake's 60 s: a slot quarantined in vain is cheap, a wrong byte is not
 UNDER_WAY = -99_999  # our own code for a transfer that may still be under way
 
 # Mooncake's batch_get_into or batch_put_from; with several buffers, lists of addresses and sizes.

@@ -166,7 +166,7 @@ class ResetDone(Packet):
 
 
 class Stored(Packet):
-    """Where the blocks of a SAVED record's slots are: in the store's memory, on its disk, or lost.
+    """Where the blocks of a SAVED record's slots are: in the store's memory, on its disk, or not stored (`failed`).
 
     Each slot of the record is in exactly one message. Only schedulers with `events` get them.
     """
@@ -175,7 +175,7 @@ class Stored(Packet):
     save_id: int = Field(ge=0, le=(1 << 64) - 1)
     memory: list[int] = Field(default_factory=list)
     disk: list[int] = Field(default_factory=list)
-    lost: list[int] = Field(default_factory=list)
+    failed: list[int] = Field(default_factory=list)
 
 
 class Absent(Packet):

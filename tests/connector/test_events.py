@@ -51,7 +51,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     assert events[1].token_ids == list(range(2 * BLOCK, 3 * BLOCK))
     common = {(e.block_size, e.lora_id, e.lora_name, e.session_id, e.group_idx, e.kv_cache_spec_kind) for e in events}
     assert common == {(BLOCK, 4, "adapter", "s", 0, "full_attention")}
-    engine.link.stored.append(Stored(save_id=save_id, memory=[7], lost=[8]))
+    engine.link.stored.append(Stored(save_id=save_id, memory=[7], failed=[8]))
     assert list(connector.take_events()) == []
     assert engine.side.events is not None
     assert engine.side.events.saving == {}, "nothing is remembered of a save that is settled"

@@ -85,7 +85,7 @@ def test_p22_a_value_of_another_size_is_a_miss_and_a_prefix_keeps_deployments_ap
         store.adopt(Joined(SimpleNamespace(batch_get_into=lambda *_: [size], get_size=lambda key: size)))
         rank = WorkerInfo(block_bytes=64, key_prefixes=["model@"], replicas=1, replica_index=0)
         places: dict[str, Any] = {"addresses": lambda slot: [0], "sum_addresses": lambda slot: [0], "sum_bytes": 0}
-        staging: Any = SimpleNamespace(block_bytes=[64], lost=set(), **places)
+        staging: Any = SimpleNamespace(block_bytes=[64], quarantined=set(), **places)
         return transfers.fetch(store, transfers.RankLayout.of([rank], staging), [(b"digest\0", 0)])
 
     def check() -> None:

@@ -38,7 +38,7 @@ class Setup:
             key = answer.request.key
             if isinstance(answer, Lost):
                 self.renewals[key] = answer.block
-                self.planner.lost(answer.request, answer.block)
+                self.planner.absent(answer.request, answer.block)
             else:
                 assert key not in self.answers, "a request is answered once"
                 self.answers[key] = (self.planner.choose(answer.request).blocks, answer.unavailable)

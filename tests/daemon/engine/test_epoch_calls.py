@@ -252,7 +252,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     assert put.kind is Kind.SAVE
     setup.pools.end(put.run())
     assert setup.epoch.counters["saved_blocks"] == 1
-    assert setup.sent == ([Stored(save_id=5, memory=[], disk=[12], lost=[])] if events else [])
+    assert setup.sent == ([Stored(save_id=5, memory=[], disk=[12], failed=[])] if events else [])
     assert len(asked) == events
     setup.leave()
 

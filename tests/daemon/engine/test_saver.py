@@ -87,7 +87,7 @@ def test_a_long_save_that_is_not_stored_makes_notices_that_fit_a_message() -> No
     slots = list(range(MAX_SLOTS - MAX_SAVED_BLOCKS, MAX_SLOTS))
     setup.saved(Saved(1, 0, False, slots, [bytes(33)] * len(slots)))
     [notice] = setup.notices
-    assert notice.lost == slots
+    assert notice.failed == slots
     assert len(encode_message(notice)) <= MAX_MESSAGE_BYTES
     assert setup.counts["lost"] == MAX_SAVED_BLOCKS
 
@@ -118,7 +118,7 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
     assert setup.end(disk=True) == [3, 4, 5]
     assert setup.end() == [6, 7]
     assert setup.granted == list(range(8))
-    assert [(notice.memory, notice.disk, notice.lost) for notice in setup.notices] == [
+    assert [(notice.memory, notice.disk, notice.failed) for notice in setup.notices] == [
         ([0, 1, 2], [], []),
         ([], [3, 4, 5], []),
         ([6, 7], [], []),
@@ -204,7 +204,7 @@ def test_a_full_store_is_asked_less_and_less_often_until_it_takes_something() ->
         pauses.append(setup.now - begun)
     assert pauses[:6] == [100_000_000, 200_000_000, 400_000_000, 800_000_000, 1_600_000_000, 2_000_000_000]
     assert setup.granted == [0, 1, 2], "the slots come back in the end"
-    assert setup.notices[-1].lost == [0, 1, 2]
+    assert setup.notices[-1].failed == [0, 1, 2]
     setup.save(3, save_id=2)
     assert setup.jobs == [], "and the next save waits as well"
     setup.now += PAUSE_NS[1]
@@ -222,7 +222,7 @@ def test_what_waited_behind_a_save_that_got_nothing_in_is_given_up_with_it() -> 
     assert setup.jobs == []
     assert sorted(setup.granted) == list(range(8))
     assert setup.counts["lost"] == 8
-    assert [notice.lost for notice in setup.notices] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert [notice.failed for notice in setup.notices] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert [(save.failed, save.tries) for save in setup.saves] == [(8, TRIES)], "one line"
 
 
@@ -244,11 +244,11 @@ def test_a_save_of_old_weights_is_lost() -> None:
     setup = Setup(put_blocks=2)
     setup.save(4)
     setup.reset(1)
-    assert [notice.lost for notice in setup.notices] == [[2, 3]], "the part in flight ends first"
+    assert [notice.failed for notice in setup.notices] == [[2, 3]], "the part in flight ends first"
     setup.end()
     setup.notices.clear()
     setup.save(2, save_id=2)  # copied before the engine heard of the reset
-    assert [(notice.save_id, notice.lost) for notice in setup.notices] == [(2, [0, 1])]
+    assert [(notice.save_id, notice.failed) for notice in setup.notices] == [(2, [0, 1])]
     assert [save.save_id for save in setup.saves] == [1, 2], "each has its line"
     assert (setup.counts["saved"], setup.counts["lost"]) == (2, 4)
 
@@ -272,7 +272,7 @@ def test_slots_that_come_back_while_saving_is_off_are_granted_when_it_is_on_agai
     setup.saved(Saved(2, 0, False, [2], [b"\2" * 32]))
     assert setup.granted == []
     assert setup.jobs == []
-    assert setup.notices[-1].lost == [2]
+    assert setup.notices[-1].failed == [2]
     assert setup.saver.gauges()["save_slots_busy"] == 3
     setup.switch(True)
     assert setup.granted == [0, 1, 2]
@@ -288,7 +288,7 @@ def test_what_found_no_space_is_not_tried_again_once_saving_is_off_or_after_a_re
     setup.reset(1) if reset else setup.switch(False)
     setup.end(again=True)
     assert setup.granted == ([0, 1] if reset else [])
-    assert setup.notices[-1].lost == [0, 1]
+    assert setup.notices[-1].failed == [0, 1]
     setup.now += 10 * PAUSE_NS[1]
     setup.tick()
     assert setup.jobs == []

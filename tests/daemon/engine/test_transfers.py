@@ -123,15 +123,15 @@ def test_the_slots_of_transfers_that_may_be_under_way_are_lost_and_the_memory_is
     ranked = layout("a@", "b@")
     store: Any = FakeStore((), [[ok, ok, ok, late, retry, ok], [late]])
     outcome = transfers.fetch(store, ranked, [(bytes([slot, 0]), slot) for slot in range(3)])
-    assert (outcome, ranked.staging.lost) == ([ok, late, late], {1, 2})
+    assert (outcome, ranked.staging.quarantined) == ([ok, late, late], {1, 2})
     broken: Any = SimpleNamespace(get_into=lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         transfers.fetch(broken, ranked, [(b"3\0", 3)])
-    assert ranked.staging.lost == {1, 2, 3}
+    assert ranked.staging.quarantined == {1, 2, 3}
     answers: Any = FakeStore({"a@04"}, (), {"4": late})
     result = transfers.save(answers, ranked, [(b"\4\0", 4), (b"\5\0", 5)])
-    assert (result.stored, result.failed, result.again, result.lost) == (1, 1, [], 1)
-    assert ranked.staging.lost == {1, 2, 3, 4}
+    assert (result.stored, result.failed, result.again, result.quarantined) == (1, 1, [], 1)
+    assert ranked.staging.quarantined == {1, 2, 3, 4}
     address = ranked.staging.addresses(1)[0]
     registered: list[int] = [base for base, _ in ranked.staging.areas()]
     stub: Any = SimpleNamespace(register=lambda *_: None, unregister=registered.remove)

@@ -96,7 +96,7 @@ class Planner(module.Planner):
         self, key: Key, groups: Groups, hashes: bytes, blocks: range, *options: Any, room: int | None = None
     ) -> Request:
         """Hint such a prompt, with `options` of `hint` behind it."""
-        room = self.blocks.slot_count - self.blocks.lost if room is None else room
+        room = self.blocks.slot_count - self.blocks.quarantined if room is None else room
         prompt = Prompt(groups, hashes, blocks, room=room, staged=self.blocks.holds)
         return self.hint(key, prompt, *options)
 
@@ -108,7 +108,7 @@ class Planner(module.Planner):
             )
         self.choose(request)
 
-    choose, lost, fetched, overdue, give_up = map(_pulled, ("choose", "lost", "fetched", "overdue", "give_up"))
+    choose, absent, fetched, overdue, give_up = map(_pulled, ("choose", "absent", "fetched", "overdue", "give_up"))
     next_order, reset, _finish, stop, drop = map(_pulled, ("next_order", "reset", "finish", "stop", "drop"))
 
     def finish(self, key: Key, *loaded: range) -> Request | None:
@@ -140,7 +140,7 @@ class Planner(module.Planner):
             return
         found -= request.prompt.local_blocks
         if request.limit >= 0:  # a later look-up, of what waits for its fetch
-            self.lost(request, max(found, request.issued))
+            self.absent(request, max(found, request.issued))
             return
         at = request.issued
         while names := request.prompt.next(1000):
@@ -158,7 +158,7 @@ class Planner(module.Planner):
 def planned(slots: int, chunk: int, lost: Set[int] = frozenset()) -> tuple[Planner, FlagsModel]:
     """Return a planner of so many slots with orders of up to `chunk` blocks, and its flags."""
     flags = FlagsModel()
-    return Planner(slots, flags, chunk_blocks=chunk, lost=lost), flags
+    return Planner(slots, flags, chunk_blocks=chunk, quarantined=lost), flags
 
 
 ONE_GROUP = Groups((Group(Kind.FULL, 1),), 1)

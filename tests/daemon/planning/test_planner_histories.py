@@ -152,7 +152,7 @@ class History:
                 planner.looked_up(self.some_live(), chance.randint(0, 7))
             case "renewed" if live:
                 request = planner.requests[self.some_live()]
-                planner.lost(request, chance.randint(0, max(1, request.blocks)))
+                planner.absent(request, chance.randint(0, max(1, request.blocks)))
             case "forget" if planner.stored:
                 planner.stored -= set(chance.choices(sorted(planner.stored), k=4))
             case "give up" if not self.groups.partial:
