@@ -10,7 +10,7 @@ from kvprefetch.client import Client
 from kvprefetch.client.control import ask
 
 from ...shmring.wire.admin import Segments, StatQuery
-from ..config.model import Mode
+from ...shmring.wire.checks import Mode
 from ..telemetry.overview import describe
 from ..telemetry.pretty import printable
 from .common import (

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from ...shmring.wire.checks import Mode
 from ...shmring.wire.control_socket import check_socket_path, own_socket
 from .machine import usable_cores
 from .sizes import parse_size, size_text
@@ -52,7 +53,6 @@ def _within(least: int, most: int) -> AfterValidator:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Number = Annotated[int, BeforeValidator(_number)]
 Uid = Annotated[Number, Field(ge=0, le=(1 << 32) - 2)]
-Mode = Literal["on", "shadow", "off"]
 
 
 def hints_socket(control: Path) -> Path:

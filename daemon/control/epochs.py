@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...kv.keys import owner
-from ..config.model import Mode
+from ...shmring.wire.checks import Mode
 from ..engine.epoch import Epoch
 from ..engine.epoch_parts import Services
 from ..engine.memory import EngineInfo, EngineMemory

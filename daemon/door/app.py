@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from ...kv.hashing import BlockHasher, CannotHash
 from ...shmring._atomics import repeats
 from ...shmring.wire.admin import Announce, Caller, Engine, EngineQuery
-from ...shmring.wire.checks import ACTION, ACTION_VERSION
+from ...shmring.wire.checks import ACTION, ACTION_VERSION, MAX_HASHES
 from ...shmring.wire.records import session_digest
 from ..control.budget import Budget
 from .envelope import (
@@ -248,8 +248,7 @@ def _hasher(engine: Engine) -> BlockHasher:
 
 
 def _most_blocks(prompt: Prefetch, engine: Engine) -> int:
-    most = 1 << 20
-    return most if prompt.max_bytes is None else min(most, max(1, prompt.max_bytes // engine.block_bytes))
+    return MAX_HASHES if prompt.max_bytes is None else min(MAX_HASHES, max(1, prompt.max_bytes // engine.block_bytes))
 
 
 def _wait_ms(query: str) -> int:

@@ -7,11 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from ...shmring.wire.checks import MAX_SESSION_ID, EnvelopeVersion, Priority, first_error
+from ...shmring.wire.admin import Step
+from ...shmring.wire.checks import (
+    MAX_AHEAD_MS,
+    MAX_HASHES,
+    MAX_SESSION_ID,
+    TTL_MS,
+    EnvelopeVersion,
+    Priority,
+    first_error,
+)
 
 MAX_ACTIONS = 64
 MAX_TOKENS = 1 << 21
-MAX_HASHES = 1 << 20
 # Of one body, which takes up to 300 bytes of memory for a list or an object, and 70 for any other value.
 MAX_PARTS, MAX_VALUES = 1 << 14, MAX_TOKENS + (1 << 14)
 
@@ -46,8 +54,8 @@ class Prefetch(Said):
     session_id: str | None = Field(default=None, min_length=1, max_length=MAX_SESSION_ID)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=4096)
     lora_name: str | None = None
-    expected_in_ms: int = Field(default=0, ge=0, le=3_600_000)
-    ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
+    expected_in_ms: int = Field(default=0, ge=0, le=MAX_AHEAD_MS)
+    ttl_ms: int = Field(default=TTL_MS, ge=1, le=MAX_AHEAD_MS)
     priority: Priority = 0
     max_bytes: int | None = Field(default=None, ge=1)
 
@@ -113,9 +121,7 @@ class Answered(BaseModel):
     """
 
     action_id: str
-    outcome: Literal[
-        "accepted", "clipped", "deferred", "rejected", "missing", "ignored", "completed", "used", "late", "expired"
-    ]
+    outcome: Literal[Step, "deferred", "ignored"]
     reason: str = ""
     engine: str = ""
     blocks: Blocks = Field(default_factory=Blocks)

@@ -15,8 +15,8 @@ from ...shmring.ring import Record
 from ...shmring.wire import records
 from ...shmring.wire.admin import Announce
 from ...shmring.wire.attach import Mapped, Reset, ResetDone
+from ...shmring.wire.checks import Mode
 from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, RecordKind
-from ..config.model import Mode
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending

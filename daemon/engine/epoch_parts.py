@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...shmring.wire.checks import Mode
 from ...shmring.wire.codec import Message
-from ..config.model import DaemonConfig, Mode
+from ..config.model import DaemonConfig
 from ..planning.bad_values import BadValues
 from ..planning.blocks import MAX_RUN
 from ..planning.planner import Planner

@@ -22,10 +22,11 @@ from typing import NamedTuple
 from ...kv.groups import Groups
 from ...kv.prompts import names_of_prefix
 from ...shmring.wire.admin import Outcome
+from ...shmring.wire.checks import MAX_AHEAD_MS
 
 MAX_SESSIONS = 1024
 MAX_BYTES = 16 << 20  # of the digests of their prompts
-FORGET_NS = 3_600_000_000_000  # after the last request
+FORGET_NS = MAX_AHEAD_MS * 1_000_000  # after the last request
 GAPS, ENGINE_GAPS = 8, 64  # the latest ones, of a session and of the engine
 OWN_GAPS = 4  # that a session needs to be judged by its own alone
 EARLIEST, LATEST = 0.1, 0.9  # of the gaps: the prompt is staged from the one until past the other

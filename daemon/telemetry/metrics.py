@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from kvprefetch import __version__
 
+from ...shmring.wire.admin import ENDS
 from ..store.fill import StoreFill
 from .events import EVENTS, Ending
 from .health import Health
@@ -24,7 +25,6 @@ PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
 # Results of a block that is announced, as the message Outcome names them, and the last outcomes of an announcement.
 ANNOUNCED_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
-ANNOUNCED = ("used", "late", "expired", "missing", "rejected")
 OTHER = "other"
 WAITED = (*(each.value for each in (Ending.LOADED, Ending.TIMED_OUT, Ending.RECOMPUTED, Ending.MISS)), OTHER)
 # Upper bounds in seconds: fast ones for shared memory, slow ones for the network and disks.
@@ -73,7 +73,7 @@ CATALOGUE: dict[str, Described] = {
     "announcements": _counter(
         "Prompts announced before their requests, by their last outcome; expired: no request came",
         ("outcome",),
-        values=ANNOUNCED,
+        values=ENDS,
     ),
     "announced_blocks": _counter("Blocks of announced prompts, by result", ("result",)),
     "kept_blocks": _counter("Blocks that sessions or engines hold, which the store was asked for to keep their leases"),

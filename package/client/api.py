@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvprefetch.daemon.config.model import Mode
 from kvprefetch.daemon.door.envelope import Answered, Prefetch
 from kvprefetch.shmring.wire.admin import Reload, Report, SetMode, Status
+from kvprefetch.shmring.wire.checks import TTL_MS, Mode
 
 from .control import TIMEOUT_S, Unavailable, ask, find_socket, look
 from .door import Announced, Door
@@ -65,7 +65,7 @@ class Client:
         few = f"fewer than {engines}; an engine that is not attached says why in its own log"
         return Health(well(seen), (*seen.problems, *([few] if seen.engine_count < engines else [])), seen)
 
-    def prefetch(self, prompts: Sequence[Prefetch], *, engine: str = "", ttl_ms: int = 5_000) -> Announced:
+    def prefetch(self, prompts: Sequence[Prefetch], *, engine: str = "", ttl_ms: int = TTL_MS) -> Announced:
         """Announce up to 64 prompts in one message, and return after the store's look-up, half a second at most.
 
         `engine` (an id, or its start) and `ttl_ms` hold for prompts that do not say it themselves.  Raises Busy where

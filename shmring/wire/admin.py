@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .checks import Packet, Priority
+from .checks import MAX_AHEAD_MS, MAX_HASHES, TTL_MS, Mode, Packet, Priority
+from .records import MAX_HASH_BYTES
 
 MAX_NAMESPACE_BYTES = 256  # of one engine's namespaces in an answer, which are cut there
 MAX_REMOVED = 256  # keys of one Remove message, which must fit a packet
@@ -80,7 +81,7 @@ class SetMode(Packet):
     """An operator (root or the daemon's user) sets the daemon's mode for every engine; the answer is a Report."""
 
     type: Literal["set_mode"] = "set_mode"
-    mode: Literal["on", "shadow", "off"]
+    mode: Mode
 
 
 class Reload(Packet):
@@ -164,13 +165,17 @@ class Announce(Packet):
     name: str = Field(max_length=256)
     engine: str = Field(max_length=256)
     epoch: int
-    hashes: int = Field(default=0, ge=0, le=1 << 20)
-    hash_bytes: int = Field(default=1, ge=1, le=64)
+    hashes: int = Field(default=0, ge=0, le=MAX_HASHES)
+    hash_bytes: int = Field(default=1, ge=1, le=MAX_HASH_BYTES)
     session: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
-    expected_ms: int = Field(default=0, ge=0, le=3_600_000)
-    ttl_ms: int = Field(default=5_000, ge=1, le=3_600_000)
+    expected_ms: int = Field(default=0, ge=0, le=MAX_AHEAD_MS)
+    ttl_ms: int = Field(default=TTL_MS, ge=1, le=MAX_AHEAD_MS)
     priority: Priority = 0
-    most_blocks: int = Field(default=1 << 20, ge=1, le=1 << 20)
+    most_blocks: int = Field(default=MAX_HASHES, ge=1, le=MAX_HASHES)
+
+
+Step = Literal["accepted", "clipped", "missing", "rejected", "completed", "used", "late", "expired"]
+ENDS = ("used", "late", "expired", "missing", "rejected")  # no step follows
 
 
 class Outcome(Packet):
@@ -185,7 +190,7 @@ class Outcome(Packet):
 
     type: Literal["outcome"] = "outcome"
     number: int
-    outcome: Literal["accepted", "clipped", "missing", "rejected", "completed", "used", "late", "expired"]
+    outcome: Step
     reason: str = ""
     asked: int = 0
     staged: int = 0
@@ -198,7 +203,7 @@ class Outcome(Packet):
     @property
     def last(self) -> bool:
         """Whether no other outcome follows."""
-        return self.outcome in ("rejected", "missing", "used", "late", "expired")
+        return self.outcome in ENDS
 
 
 class Report(Packet):

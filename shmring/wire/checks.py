@@ -14,6 +14,9 @@ EnvelopeVersion = Literal["0.1"]
 ENVELOPE_VERSION: EnvelopeVersion = "0.1"
 ACTION, ACTION_VERSION = "kv.prefetch", "1.0"
 MAX_SESSION_ID = 256  # characters
+MAX_HASHES = 1 << 20  # of a prompt; of blocks there are no more
+MAX_AHEAD_MS, TTL_MS = 3_600_000, 5_000  # for how long a prompt is announced, at most and by default
+Mode = Literal["on", "shadow", "off"]  # what the daemon does for engines
 PRIORITIES = range(-(1 << 31), 1 << 31)  # a hint in the ring has 32 bits for one
 Priority = Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[-1])]
 
