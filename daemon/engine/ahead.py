@@ -246,7 +246,7 @@ class Ahead:
         if (each := self._known.get(number)) is not None:
             each.announced = each.announced._replace(until_ns=0)
 
-    def late(self, now_ns: int) -> list[Key]:
+    def expired(self, now_ns: int) -> list[Key]:
         """End the announcements whose time is over; return the requests without one: they are to be stopped."""
         for number in [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]:
             self._over(number, "expired")

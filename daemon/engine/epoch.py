@@ -137,7 +137,7 @@ class Epoch(Caller):
                 self._write(request, Ending.FORSAKEN)
         self._calls.answer(parts.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
-        for key in parts.ahead.late(now_ns):
+        for key in parts.ahead.expired(now_ns):
             self.planner.stop(key)
         for lane in Lane:
             if self._services.pools.exhausted(lane, self):

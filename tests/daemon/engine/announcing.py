@@ -100,7 +100,7 @@ class Setup:
         return done
 
     def tick(self) -> None:
-        for key in self.ahead.late(self.now):
+        for key in self.ahead.expired(self.now):
             self.planner.stop(key)
         self.carry_on()
 
