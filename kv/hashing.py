@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+START = "vllm-none-hash"  # what an engine's first block follows, where nothing else is set
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 # The probe is the hash of the last block of these tokens with this salt.
 PROBE_TOKENS, PROBE_BLOCK_TOKENS, PROBE_SALT = (1, 2, 300, 4, 70_000, 6), 3, "salt"
@@ -56,6 +57,12 @@ class BlockHasher:
         """
         usable = token_ids[: max(0, len(token_ids) - 1)]
         return b"".join(_chain(self._hash, self._start, usable, self._block_tokens, cache_salt))
+
+
+def block_digests(tokens: Sequence[int], block_tokens: int) -> Iterator[bytes]:
+    """Yield the digests of a prompt's full blocks as vLLM has them by default."""
+    hashed = _function("sha256")
+    return _chain(hashed, hashed(START), tokens, block_tokens, None)
 
 
 def _chain(hashed: _Hash, start: bytes, tokens: Sequence[int], size: int, salt: str | None) -> Iterator[bytes]:
