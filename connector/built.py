@@ -8,6 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def calling(kind: type[Any]) -> Any | None:
+    """Return the object of this class whose method is calling, directly or not, or None."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if issubclass(type(caller), kind):  # not isinstance: it would ask lazy proxies for their class
+            return caller
+        frame = frame.f_back
+    return None
+
+
 def calling_worker() -> Any | None:
     """Return the `WorkerBase` whose method is calling, or None.
 
@@ -17,13 +28,14 @@ def calling_worker() -> Any | None:
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if issubclass(type(caller), WorkerBase):  # not isinstance: it would ask lazy proxies for their class
-            return caller
-        frame = frame.f_back
-    return None
+    return calling(WorkerBase)
+
+
+def is_child() -> bool:
+    """Whether MultiConnector makes the connector that asks."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return calling(MultiConnector) is not None
 
 
 def models(worker: Any) -> list[Any]:

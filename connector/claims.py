@@ -24,6 +24,7 @@ from .request_hints import RequestHints
 from .request_state import Answer, RequestState
 from .saves import Saves
 from .session import SchedulerSession
+from .slack import Slack
 from .waits import Clock
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
@@ -89,6 +90,7 @@ class Claims:
         self._warned: set[str] = set()  # fields of requests' own hints
         self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
         self.this_pass = Pass()
+        self.slack: Slack
 
     def usable_blocks(self, request: Any, tokens: int) -> int:
         """Full blocks of a request of so many tokens that leave its last ones to compute. `arrived` does the same."""
@@ -224,6 +226,8 @@ class Claims:
                     return NOTHING
                 if state.wait is None:
                     flag, visit = self._first_visit(state, handle, flag, visit)
+                if flag.state == HINTED and self.slack.allowed:
+                    flag, visit = self._wait_slack(state, handle, flag, visit)
                 if flag.state == HINTED:
                     return self._hinted(state, handle, flag, visit)
             if flag.state == EXPIRED:
@@ -310,6 +314,17 @@ class Claims:
         self.this_pass.looked_ns += now_ns - began_ns
         self._counters["wait_ns"] += now_ns - began_ns
         handle.waited_ns += now_ns - began_ns
+        return flag, _tuple(Visit, (visit.start, visit.usable, now_ns, visit.load))
+
+    def _wait_slack(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> tuple[Flag, Visit]:
+        """Wait for the fetch while the step under way runs, which costs nobody anything."""
+        until_ns = self.slack.until_ns(state)
+        if visit.now_ns >= until_ns or handle.stopped or state.wait is None or state.wait.policy == "best_effort":
+            return flag, visit
+        hints.ask(handle, visit.now_ns)
+        flag, now_ns = handle.wait(int(until_ns)), self._now_ns()
+        self.slack.waited(until_ns)
+        self._counters["slack_ns"] += now_ns - visit.now_ns
         return flag, _tuple(Visit, (visit.start, visit.usable, now_ns, visit.load))
 
     def _late_hint(self, state: RequestState, session: SchedulerSession, start: int) -> bool:

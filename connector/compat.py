@@ -36,6 +36,7 @@ USED: Mapping[str, str] = {
     "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata"
     " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector": "MultiConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_transfer_state": "get_kv_transfer_group() has_kv_transfer_group()",
     "vllm.envs": "environment_variables",
@@ -71,7 +72,7 @@ USED: Mapping[str, str] = {
     "vllm.config.ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend"
     " enable_eplb enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size"
     " rank tensor_parallel_size world_size",
-    "vllm.config.SchedulerConfig": "max_num_seqs",
+    "vllm.config.SchedulerConfig": "async_scheduling max_num_seqs",
     "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config num_speculative_tokens"
     " use_eagle_block_drop()",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
@@ -106,7 +107,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
     " num_preemptions num_prompt_tokens num_tokens priority prompt_embeds prompt_is_token_ids request_id"
     " resumable session_id skip_reading_prefix_cache"
-    " status trace_headers",
+    " status trace_headers use_structured_output",
 }
 
 

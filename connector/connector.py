@@ -8,8 +8,10 @@ cannot be served, and update_state_after_alloc, after which the engine counts on
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         refusals.check(vllm_config, kv_cache_config)
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
+        if built.is_child():  # what other children do in the same pass is not known
+            self._geometry = dataclasses.replace(self._geometry, ahead=False)
         self._start = hellos.start_of(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
@@ -271,6 +275,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         side = self.scheduler_side
         if side is not None and side.steps.skip:
             side.steps.skip -= 1
+            side.steps.ended_ns = time.monotonic_ns()
             return None
         return self._stats()
 

@@ -33,6 +33,8 @@ class Geometry:
     spec_kinds: tuple[tuple[str, int | None], ...]
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
+    # Its scheduler is a step ahead of the device, by asynchronous scheduling.
+    ahead: bool = False
     retention: int | None = None
 
     @cached_property
@@ -60,6 +62,8 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
         ),
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+        ahead=bool(vllm_config.scheduler_config.async_scheduling)
+        and vllm_config.parallel_config.pipeline_parallel_size == 1,
         retention=kv_cache_config.prefix_cache_retention_interval,
     )
 

@@ -38,6 +38,7 @@ from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import News, Resets
 from .saves import LocalCache, Saves
 from .session import ALIVE, SchedulerSession
+from .slack import Slack
 from .stats import Tally
 from .steps import MAX_IN_FLIGHT, StepTimes
 from .uses import Uses
@@ -83,6 +84,9 @@ class SchedulerSide:
         saves = self.saves if self._saving else None
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
+        self.slack = self.claims.slack = Slack(
+            self.steps, self.requests, self.running, allowed=geometry.ahead and not geometry.lockstep
+        )
         self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
@@ -290,6 +294,7 @@ class SchedulerSide:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
         executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
         self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
+        self.slack.launched(now)
         self.claims.this_pass = Pass()
         self._waits.pass_ended(now)
         try:
@@ -314,7 +319,9 @@ class SchedulerSide:
 
     def step_ended(self) -> bool:
         """The output of the oldest step in flight was processed. Return whether the statistics are to be reported."""
-        return self.steps.report_due(self._now_ns(), busy=bool(self.requests))
+        now = self._now_ns()
+        self.counters["slack_overruns"] += self.slack.ended(now)
+        return self.steps.report_due(now, busy=bool(self.requests))
 
     def outputs(self, worker_meta: Any, *, failed_blocks: Collection[int] = ()) -> None:
         """vLLM's update_connector_output: the ranks' reports, and the blocks that a load left unfilled.

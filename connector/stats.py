@@ -33,6 +33,8 @@ COUNTERS: Mapping[str, str] = {
     "bad_overrides": "Requests whose own wait policy or hints could not be read",
     "waits": "Requests that the scheduler had to wait for",
     "wait_seconds": "Time that the scheduler waited for requests; a pass that went to others ends it",
+    "slack_seconds": "Time that the scheduler waited for requests while a step ran, at no cost",
+    "slack_overruns": "Such waits that seem to have delayed a step",
     "saves": "Saves dispatched to the workers",
     "save_blocks": "Blocks of the dispatched saves",
     "saves_dropped": "Blocks copied for a save that the engine then gave up: a reset, or a copy or a load that failed",

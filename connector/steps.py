@@ -53,7 +53,8 @@ class StepTimes:
     """One engine's steps. `decode_ns` is the average duration of a step that only decodes, 0 before the first.
 
     The caller counts a step that need not be measured in `begun` itself. Of the next `skip` ends it calls `ended` for
-    none, and counts `skip` down instead: a call less in nearly every step.
+    none, and counts `skip` down instead: a call less in nearly every step.  `ended_ns`: the last end, which the caller
+    enters then, too.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class StepTimes:
         self._last = 0
         self._reported = 0  # the step of the last report
         self._flying: deque[_Step] = deque()  # those that are measured
-        self._ended_ns = 0
+        self.ended_ns = 0
         self._prefill, self._prefill_and_load = _PrefillCost(), _PrefillCost()
 
     @property
@@ -87,7 +88,7 @@ class StepTimes:
         if self._passed >= self.begun:
             return
         self._passed += 1
-        ended_ns, self._ended_ns = self._ended_ns, now_ns
+        ended_ns, self.ended_ns = self.ended_ns, now_ns
         step = self._flying.popleft() if self._flying and self._flying[0].number == self._passed else None
         if step is None or not step.executed:
             return
@@ -110,6 +111,22 @@ class StepTimes:
             return False
         self._reported = self.passed
         return True
+
+    def under_way(self) -> tuple[int, float]:
+        """When the oldest step in flight began, and how long it should take; (0, 0) where there is none that executes.
+
+        What is not measured yet counts as no time.
+        """
+        number = self.passed + 1
+        if self.begun < number or not self.decode_ns:
+            return 0, 0.0
+        step = next((each for each in self._flying if each.number == number), None)
+        if step is None:  # it only decodes
+            return self.ended_ns, self.decode_ns
+        if not step.executed:
+            return 0, 0.0
+        prefill_ns = self.prefill_ns(step.prefill_tokens) if step.prefill_tokens else 0.0
+        return max(self.ended_ns, step.began_ns), self.decode_ns + (prefill_ns if prefill_ns < math.inf else 0.0)
 
     def skip_to(self, last: int) -> None:
         """`ended` is to be called for the end of step number `last`, and before it for each end that is measured."""

@@ -1,5 +1,8 @@
 /* A flag that the engine holds, with its hint: what the scheduler's questions read and exchange, each in one call. */
+#define _POSIX_C_SOURCE 200809L /* the clock, and a sleep */
 #include "_engine.h"
+
+#include <time.h>
 
 enum { ADOPTED = 3 }; /* as in flags.py */
 /* Of a flag that this engine holds, as in wire/records.py. */
@@ -48,6 +51,27 @@ static PyObject *Handle_look(Handle *self, PyObject *Py_UNUSED(ignored))
     return flag_of_word(self->flags, word);
 }
 
+static PyObject *Handle_wait(Handle *self, PyObject *until_ns)
+{
+    enum { PAUSE_NS = 1000000, SECOND_NS = 1000000000 };
+    long long until = PyLong_AsLongLong(until_ns), left;
+    _Atomic uint64_t *flag = until == -1 && PyErr_Occurred() ? NULL : word_of(self->flags->words, self->flag * WORDS_PER_LINE);
+    if (flag == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (;;) {
+        struct timespec now;
+        /* SYNC flag: slot table and found word visible with the count */
+        if ((order_load_acquire(flag) >> STATE_SHIFT & STATES) != HINTED || clock_gettime(CLOCK_MONOTONIC, &now) != 0)
+            break;
+        if ((left = until - ((long long)now.tv_sec * SECOND_NS + now.tv_nsec)) <= 0)
+            break;
+        nanosleep(&(struct timespec){.tv_nsec = left < PAUSE_NS ? left : PAUSE_NS}, NULL);
+    }
+    Py_END_ALLOW_THREADS
+    return Handle_look(self, NULL);
+}
+
 static PyObject *Handle_claim(Handle *self, PyObject *const *args, Py_ssize_t nargs)
 {
     enum { STATE, COUNT, TAKEN, START, STOP, NOW_NS, ARGUMENTS };
@@ -89,6 +113,8 @@ static PyObject *Handle_adopt(Handle *self, PyObject *now_ns)
 static PyMethodDef Handle_methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "for type checkers"},
     {"look", (PyCFunction)Handle_look, METH_NOARGS, "look() -> flag_type: the flag word, checked"},
+    {"wait", (PyCFunction)Handle_wait, METH_O,
+     "wait(until_ns) -> flag_type: as look, once the flag is HINTED no more, or it is that late; lets go of the GIL"},
     {"adopt", (PyCFunction)Handle_adopt, METH_O, "adopt(now_ns): the scheduler has the request of this early hint"},
     {"claim", (PyCFunction)(void (*)(void))Handle_claim, METH_FASTCALL,
      "claim(state, count, taken, start, stop, now_ns) -> array('I') of slots, or None"},

@@ -188,6 +188,7 @@ class Request:
         self.status = SimpleNamespace(name="WAITING")
         self.resumable = False
         self.skip_reading_prefix_cache = False
+        self.use_structured_output = False
         self.priority = 0
         self.trace_headers: dict[str, str] | None = None
         self.lora_request: Any = None
@@ -351,8 +352,9 @@ class Engine:
         step_ms: float = 0.0,
         tables: tuple[list[int], ...] = (),
         offers: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+        ends: bool = True,
     ) -> KVPrefetchMetadata:
-        """build_connector_meta, then what vLLM does after it; the step takes `step_ms`.
+        """build_connector_meta, then what vLLM does after it; the step takes `step_ms`, and `ends` when this returns.
 
         `tables`: the blocks of each request in each group; `offers`: as in scheduled_output.
         """
@@ -364,7 +366,8 @@ class Engine:
         self.clock.advance_ms(step_ms)
         for request, tokens in pairs:
             request.num_computed_tokens += tokens
-        self.hooks.get_kv_connector_stats()
+        if ends:
+            self.hooks.get_kv_connector_stats()
         return meta
 
     def acknowledge(

@@ -312,6 +312,7 @@ class RealEngine:
         base = base_config(make_checkpoint(folder, TINY), MAX_MODEL_LEN)
         config = sized(base, BLOCK, given.blocks, given.ranks, given.seqs, given.budget)
         config.kv_events_config = None
+        config.scheduler_config.async_scheduling = given.in_flight > 1
         # A clock that stands still must neither be spun on nor measured with.
         mine = connectors.ours(Path("/nowhere"), role=given.role, spin_us=0, idle_wait_us=0, **settings)
         if given.multi:

@@ -74,7 +74,7 @@ def vllm_config(socket: Path, *, role: str = "kv_both", policy: str = "recompute
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, get_total_num_kv_heads=lambda: 1),
         parallel_config=SimpleNamespace(**parallel),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=False),
         cache_config=SimpleNamespace(**cache),
         kernel_config=SimpleNamespace(enable_jit_warmup=True),
         aux_output_config=SimpleNamespace(enabled=False),
