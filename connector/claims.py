@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shmring.flags import Flag
-from ..shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, FlagState, Outcome, RecordKind, session_digest
+from ..shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, Outcome, RecordKind, session_digest
 from . import hints, request_hints
 from .config import ConnectorConfig, override
 from .geometry import Geometry
-from .hints import Handle
+from .hints import EXPIRED, HINTED, READY, Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_hints import RequestHints
 from .request_state import Answer, RequestState
@@ -35,9 +35,8 @@ RESENT_BLOCKS = 4096
 Reply = tuple[int | None, bool]
 NOTHING: Reply = (0, False)
 PENDING: Reply = (None, False)
-# Plain numbers and tuple.__new__: with cold caches a member of an enum, or the function that makes a named tuple,
+# A plain number and tuple.__new__: with cold caches a member of an enum, or the function that makes a named tuple,
 # costs 2 us more.
-HINTED, READY, EXPIRED = int(FlagState.HINTED), int(FlagState.READY), int(FlagState.EXPIRED)
 _tuple = tuple.__new__
 HINT = int(RecordKind.HINT)
 _OVERTAKEN = (Verdict.STOP, Verdict.TAKE)

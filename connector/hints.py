@@ -29,8 +29,7 @@ from .session import SchedulerSession
 # The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16
 # Plain numbers: with cold caches, as in a hook of the engine, a member of an enum costs several looks more.
-_READY, _CLAIMED, _EXPIRED = int(FlagState.READY), int(FlagState.CLAIMED), int(FlagState.EXPIRED)
-_FREE, _RELEASED, _CANCELLED = int(FlagState.FREE), int(FlagState.RELEASED), int(FlagState.CANCELLED)
+FREE, HINTED, READY, CLAIMED, RELEASED, CANCELLED, EXPIRED = map(int, FlagState)
 _TRACEPARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 
@@ -80,7 +79,7 @@ def stop(handle: Handle, now_ns: int) -> bool:
 def unclaim(handle: Handle) -> None:
     """Let the daemon take the blocks back: the answer was not used in this pass."""
     seen = handle.look()
-    if seen.state == _CLAIMED and not _exchange(handle, seen, _READY, seen.count):
+    if seen.state == CLAIMED and not _exchange(handle, seen, READY, seen.count):
         raise SegmentCorrupt(f"a claimed flag was moved: flag={handle.flag}")
 
 
@@ -91,17 +90,17 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     """
     for _ in range(_TRIES):
         seen = handle.look()
-        if seen.state == _EXPIRED:
-            after = _FREE
+        if seen.state == EXPIRED:
+            after = FREE
         else:
-            after = _RELEASED if seen.state == _CLAIMED else _CANCELLED
-        if _exchange(handle, seen, after, 0 if after == _FREE else seen.count):
+            after = RELEASED if seen.state == CLAIMED else CANCELLED
+        if _exchange(handle, seen, after, 0 if after == FREE else seen.count):
             break
     else:
         raise SegmentCorrupt(f"flag does not rest: flag={handle.flag} generation={handle.generation}")
     session = handle.session
     session.flags.give_back(handle.flag)
-    if after != _FREE:
+    if after != FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
         verdict = handle.missing, handle.cost_ns
         done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times, *verdict)
