@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,33 @@ from tests.lab import process
 from tests.lab.bed import engine as bed
 from tests.lab.bed import oracle
 from tests.lab.engine import Engine
+from tests.lab.hybrid import make_eagle
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.template import Template
 
 VOCAB = 2048
 BOTH = [(runner, scheduling) for runner in ("v2", "v1") for scheduling in ("async", "sync")]
+SMALL = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+# What CPUs can not run, or not with this scheduling: a KV pool so small that requests are preempted.
+CASES: dict[str, dict[str, Any]] = {
+    "MLA": {"layout": "mla", "block_size": 64, "num_gpu_blocks": 24},
+    "fp8": {"layout": "fp8", "block_size": 64, "num_gpu_blocks": 24},
+    "MLA in fp8, with an indexer": {"layout": "mla indexer", "block_size": 64, "num_gpu_blocks": 24},
+    "compressed": {"layout": "compressed", "block_size": 256, "num_gpu_blocks": 700},
+    "windows": {"layout": "windows", "num_gpu_blocks": 60},
+    "chunks": {"layout": "chunks", "num_gpu_blocks": 60},
+    "unlike heads": {"layout": "unlike heads", "num_gpu_blocks": 60},
+    "states": {"layout": "states", "num_gpu_blocks": 60},
+    "drafts": {"scheduling": "sync", "extra": {"speculative_config": NGRAM}},
+    "EAGLE": {"drafter": True},
+    "EAGLE with V1": {"drafter": True, "runner": "v1"},
+    "EAGLE with windows": {"drafter": True, "layout": "windows", "num_gpu_blocks": 80},
+    "two ranks": {"layout": "two heads", "tensor_parallel": 2},
+    "two stages": {"pipeline_parallel": 2},
+    "two stages with V1": {"pipeline_parallel": 2, "runner": "v1", "scheduling": "sync"},
+}
 
 
 def nothing_wrong(engine: Engine, prompts: list[list[int]], tokens: list[list[int]]) -> None:
@@ -41,10 +63,10 @@ def shared(count: int, seed: int, longest: int = 300) -> list[list[int]]:
     return found
 
 
-def disturbed(engine: Engine, requests: int, seed: int) -> None:
+def disturbed(engine: Engine, requests: int, seed: int, longest: int = 300) -> None:
     """Serve requests that share prefixes, are preempted, come in chunks, are aborted."""
-    source, prompts = random.Random(seed), shared(requests, seed)
-    lengths = [source.randrange(1, 60) for _ in prompts]
+    source, prompts = random.Random(seed), shared(requests, seed, longest)
+    lengths = [source.randrange(1, longest // 5) for _ in prompts]
     aborts = [Abort(index, source.randrange(30)) for index in range(0, requests, 7)]
     served = engine.run(prompts, max_tokens=lengths, concurrency=12, aborts=aborts)
     nothing_wrong(engine, prompts, served.tokens)
@@ -52,17 +74,42 @@ def disturbed(engine: Engine, requests: int, seed: int) -> None:
         assert request.finish_reason == "abort" or len(request.tokens) == length
 
 
+def preempting(template: Template, requests: int = 60, longest: int = 300, passes: int = 1, **options: Any) -> int:
+    """Run the passes on an engine of these options; return how many requests were preempted."""
+    with bed.engine(template=template, **{"num_gpu_blocks": 40, **SMALL, **options}) as engine:
+        engine.call("tests.e2e.probes:count_preemptions")
+        for number in range(passes):
+            disturbed(engine, requests, seed=number, longest=longest)
+        return int(engine.call("tests.e2e.probes:preemptions"))
+
+
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes cached", "no prefix cache"])
 @pytest.mark.parametrize(("runner", "scheduling"), BOTH)
 def test_without_a_connector_there_is_no_alarm(template: Template, runner: str, scheduling: str, caching: bool) -> None:
     """Shared prefixes, preemption, chunked prefill, aborts: both runners, both schedulings, steps of no time."""
-    size: dict[str, Any] = {"num_gpu_blocks": 40, "max_model_len": 512, "max_num_batched_tokens": 128}
     extra = {"enable_prefix_caching": caching}
-    options = {"runner": runner, "scheduling": scheduling, "extra": extra, "max_num_seqs": 8, **size}
-    with bed.engine(template=template, **options) as engine:
-        engine.call("tests.e2e.probes:count_preemptions")
-        disturbed(engine, 60, seed=1)
-        assert engine.call("tests.e2e.probes:preemptions") > 0
+    assert preempting(template, runner=runner, scheduling=scheduling, extra=extra) > 0
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes cached", "no prefix cache"])
+@pytest.mark.parametrize(("runner", "scheduling"), BOTH)
+def test_a_hundred_thousand_requests_give_no_alarm(
+    template: Template, runner: str, scheduling: str, caching: bool
+) -> None:
+    """12,500 of each kind."""
+    options = {"runner": runner, "scheduling": scheduling, "extra": {"enable_prefix_caching": caching}}
+    assert preempting(template, 1250, 120, 10, num_gpu_blocks=16, **options) > 100
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_layout_gives_an_alarm(template: Template, tmp_path: Path, case: str) -> None:
+    """Nor drafts that are rejected, nor ranks and stages, among the same disturbances."""
+    options = dict(CASES[case])
+    if options.pop("drafter", False):
+        drafter = {"method": "eagle", "model": str(make_eagle(tmp_path / "eagle")), "num_speculative_tokens": 3}
+        options["extra"] = {"speculative_config": drafter}
+    preempting(template, 40, **options)
 
 
 @pytest.mark.parametrize(("runner", "scheduling"), BOTH)

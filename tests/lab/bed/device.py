@@ -115,6 +115,16 @@ class Slots:
     work: NDArray[np.int64]
     position: NDArray[np.int64]
 
+    def of(self, layer: Layer) -> Slots:
+        """Return the rows that are complete, of a layer whose rows stand for several tokens."""
+        size = layer.row_tokens
+        if size == 1:
+            return self
+        ends = (self.position + 1) % size == 0
+        return Slots(
+            self.blocks[ends], self.offsets[ends] // size, self.prefix[ends], self.work[ends], self.position[ends]
+        )
+
 
 @dataclass
 class Plan:
@@ -207,18 +217,15 @@ class Device:
     def run(self, plan: Plan, group: Group, layer: Layer) -> None:
         """Write what a layer computes, and compare what it holds of all that the step reads.
 
-        As attention does, in this order: a request may read what another one computes in the same step.
+        Attention writes first: a request may read what another one computes in the same step.  States are read first:
+        the new one takes the old one's place.
         """
-        slots = plan.writes[group.number]
+        if group.kind == "state":
+            self._check(plan, group, layer)
+        slots = plan.writes[group.number].of(layer)
         layer.words[slots.blocks, :, slots.offsets] = self._rows(slots, layer)
-        slots = plan.reads[group.number]
-        if not len(slots.blocks):
-            return
-        found, wanted = layer.words[slots.blocks, :, slots.offsets], self._rows(slots, layer)
-        self.counters["checked_tokens"] += len(slots.blocks)
-        same = (found == wanted).all(axis=(1, 2)) & (slots.blocks != NULL_BLOCK)
-        for at in np.flatnonzero(~same):
-            self._wrong(plan, group, layer, slots, int(at), found[at], wanted[at], same)
+        if group.kind != "state":
+            self._check(plan, group, layer)
 
     def sample(self, plan: Plan) -> dict[str, list[int]]:
         """End the step; return the tokens that each request got."""
@@ -233,6 +240,29 @@ class Device:
                 rejected = len(each.drafts) + 1 - len(each.sampled)
             request.computed = each.start + each.count - rejected
         return {each.request.name: each.sampled for each in plan.work}
+
+    def drafting(self, plan: Plan) -> Plan:
+        """Return what a drafter's layers read and write at the end of a step, once its tokens are sampled.
+
+        A block's last token is left out of what they read: it depends on the next block's first token, and vLLM shares
+        a block among prompts that go on differently behind it. That costs it right drafts, never tokens.
+        """
+        reads, writes = [], []
+        for group in self.groups:
+            spans: list[list[tuple[int, Any, Any]]] = [[], []]
+            for number, each in enumerate(plan.work):
+                request, end = each.request, each.start + each.count
+                following = np.zeros(end + 1, dtype=np.uint64)  # 0: of a draft that was rejected
+                known = min(end + 1, request.known)
+                following[:known] = request.prefix[:known]
+                first = min(group.first_needed(each.start), each.start)
+                read = np.arange(first, each.start)
+                read = read[(read + 1) % group.block_tokens > 0]
+                spans[0].append((number, read, following[read + 1]))
+                spans[1].append((number, np.arange(each.start, end), following[each.start + 1 : end + 1]))
+            reads.append(self._slots(group, plan.work, spans[0]))
+            writes.append(self._slots(group, plan.work, spans[1]))
+        return Plan(plan.work, reads, writes, 0)
 
     def draft(self, name: str, count: int) -> list[int]:
         """Guess the next tokens of a request."""
@@ -250,6 +280,16 @@ class Device:
 
     def report(self) -> dict[str, Any]:
         return {**self.counters, "faults": [asdict(each) for each in self.faults]}
+
+    def _check(self, plan: Plan, group: Group, layer: Layer) -> None:
+        slots = plan.reads[group.number].of(layer)
+        if not len(slots.blocks):
+            return
+        found, wanted = layer.words[slots.blocks, :, slots.offsets], self._rows(slots, layer)
+        self.counters["checked_tokens"] += len(slots.blocks)
+        same = (found == wanted).all(axis=(1, 2)) & (slots.blocks != NULL_BLOCK)
+        for at in np.flatnonzero(~same):
+            self._wrong(plan, group, layer, slots, int(at), found[at], wanted[at], same)
 
     @staticmethod
     def _rows(slots: Slots, layer: Layer) -> oracle.Words:
@@ -287,7 +327,13 @@ class Device:
                 if end > request.known:  # drafts
                     more = oracle.prefixes(each.drafts, start=request.known, before=request.last)
                     prefix = np.concatenate([prefix, more])
-                spans.append((number, np.arange(each.start, end), prefix))
+                if group.kind != "state":
+                    spans.append((number, np.arange(each.start, end), prefix))
+                    continue
+                kept = group.checkpoint(each.start, end)
+                for last in {kept - 1, end - 1} if kept else {end - 1}:
+                    at = last - each.start
+                    spans.append((number, np.arange(last, last + 1), prefix[at : at + 1]))
             slots = self._slots(group, work, spans)
             self._held[group.number][slots.blocks] = slots.prefix
             found.append(slots)
@@ -305,7 +351,7 @@ class Device:
         whose = np.repeat([number for number, _, _ in spans], [len(each) for _, each, _ in spans])
         return Slots(
             np.concatenate(blocks),
-            position % group.block_tokens,
+            position * 0 if group.kind == "state" else position % group.block_tokens,
             np.concatenate([each for _, _, each in spans]),
             whose,
             position,

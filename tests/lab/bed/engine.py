@@ -37,24 +37,25 @@ def spec(
 ) -> EngineSpec:
     """Return how to build an engine whose worker is the bed's; `changes` are more fields of EngineSpec.
 
-    `scheduling`: async or sync; `runner`: v2 or v1; `preset`: of the timeline, without which steps take no time.
+    `layout`: of `layouts.MODELS`, or one of `layouts.given_specs`; `scheduling`: async or sync; `runner`: v2 or v1;
+    `preset`: of the timeline, without which steps take no time.
     """
-    ranks = tensor_parallel * pipeline_parallel
-    executor = "RanksExecutor" if ranks > 1 else "Executor"
+    executor = "mp" if tensor_parallel * pipeline_parallel > 1 else "tests.lab.bed.worker.Executor"
+    given = "" if layout in layouts.MODELS else layout
     return EngineSpec(
-        model=layouts.MODELS[layout](CHECKPOINTS) if model is None else model,
+        model=layouts.MODELS["full" if given else layout](CHECKPOINTS) if model is None else model,
         kv_transfer=connector,
         tensor_parallel_size=tensor_parallel,
         prepare="tests.lab.bed.worker:install",
         extra={
             "worker_cls": "tests.lab.bed.worker.Worker",
-            "distributed_executor_backend": f"tests.lab.bed.worker.{executor}",
+            "distributed_executor_backend": executor,
             "async_scheduling": scheduling == "async",
             "pipeline_parallel_size": pipeline_parallel,
             **(extra or {}),
         },
         env={
-            **Settings(preset, every_step).variable(),
+            **Settings(preset, every_step, given).variable(),
             "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
             **(env or {}),
         },
@@ -89,9 +90,9 @@ async def async_engine(**options: Any) -> AsyncIterator[Any]:
 
     found = spec(**options)
     arguments = found.engine_args()
-    arguments["distributed_executor_backend"] = getattr(
-        worker, arguments["distributed_executor_backend"].rpartition(".")[2]
-    )
+    worker.install()
+    if arguments["distributed_executor_backend"] != "mp":
+        arguments["distributed_executor_backend"] = worker.Executor
     if found.kv_transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**found.kv_transfer)
     rpc = tempfile.mkdtemp(prefix="kvl-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,63 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "two heads": lambda folder: make_checkpoint(folder, TINY_TP2),
     "windows": lambda folder: _once(folder / "gemma3", hybrid.make_gemma3),
     "chunks": lambda folder: _once(folder / "llama4", hybrid.make_llama4),
+    "unlike heads": lambda folder: _once(folder / "mimo", hybrid.make_mimo),
+    "states": lambda folder: _once(folder / "granite", hybrid.make_granite),
 }
-"""Name: writes (or finds) the checkpoint in a folder and returns its own folder."""
+"""Layouts of models that vLLM's CPU build has: writes (or finds) the checkpoint in a folder, returns its own folder."""
+
+PACKED = ["BLNHC", "BLHNC"]
+"""Orders of memory that vLLM has where a group's layers have pages of unlike sizes."""
+
+
+def given_specs(name: str) -> dict[str, Any]:
+    """Return what layers of a layout keep, of one that only GPUs have: vLLM's specifications by layer.
+
+    They stand in the place of those of a tiny model; nothing else of the engine knows.
+    """
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    full: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    small = {**full, "head_size": 128}
+    packed = {**full, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
+    index = {**full, "dtype": torch.uint8, "head_size": 132}
+    if name == "mla":
+        return _layers(4, latent=kinds.MLAAttentionSpec(**full))
+    if name == "fp8":
+        quantised = {"dtype": torch.float8_e4m3fn, "kv_quant_mode": kinds.KVQuantMode.FP8_PER_TENSOR}
+        return _layers(4, attn=kinds.FullAttentionSpec(**{**small, **quantised, "num_kv_heads": 2}))
+    if name == "mla fp8":
+        return _layers(4, latent=kinds.MLAAttentionSpec(**packed))
+    if name == "mla indexer":  # DeepSeek-V3.2
+        indexer = kinds.MLAAttentionSpec(**index, cache_role=kinds.SparseCacheRole.INDEXER)
+        return _layers(3, latent=kinds.MLAAttentionSpec(**packed), indexer=indexer)
+    if name == "compressed":  # DeepSeek-V4 (tests/support/gallery.py), with fewer layers
+        of_bytes: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
+        content = {"head_size": 512, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"}
+        of_bytes_too = {**of_bytes, **content, "state_content_bytes": 584}
+        states: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": 576}
+        window = kinds.SlidingWindowMLASpec
+        recent = window(**of_bytes_too, block_size=64, sliding_window=128)
+        coarse, fourths = (
+            kinds.MLAAttentionSpec(**of_bytes_too, block_size=256, tokens_per_state=tokens) for tokens in (128, 4)
+        )
+        indexer = kinds.MLAAttentionSpec(**of_bytes, block_size=256, head_size=132, tokens_per_state=4)
+        return {
+            **_layers(7, recent=recent),
+            **_layers(3, coarse=coarse, fourths=fourths, indexer=indexer),
+            **_layers(4, of_coarse=window(**states, block_size=8, head_size=1024, sliding_window=128)),
+            **_layers(
+                3,
+                of_fourths=window(**states, block_size=4, head_size=2048, sliding_window=8),
+                of_indexer=window(**states, block_size=4, head_size=512, sliding_window=8),
+            ),
+        }
+    raise KeyError(name)
+
+
+def _layers(count: int, **specs: Any) -> dict[str, Any]:
+    return {f"model.layers.{number}.{name}": spec for number in range(count) for name, spec in specs.items()}
 
 
 def _once(folder: Path, make: Callable[[Path], Path]) -> Path:
@@ -36,17 +91,26 @@ class Layer:
     words: NDArray[Any]
     heads: range
     """Numbers of the KV heads that this rank keeps, among the model's."""
+    row_tokens: int = 1
+    """Tokens that a row stands for; it depends on the last of them."""
+    drafter: bool = False
+    """Whether a token's KV also depends on the token after it, as with EAGLE: it is written once that is sampled."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with one block table. `kind`: full, window or chunk; `span`: tokens of a window or a chunk."""
+    """Layers with one block table. `kind`: full, window, chunk or state; `span`: tokens of a window or a chunk.
+
+    A state is one row a block, after the last token that the block has.
+    """
 
     number: int
     block_tokens: int
     kind: str
     span: int
     layers: tuple[Layer, ...]
+    checkpoint: Callable[[int, int], int] = lambda start, end: 0
+    """Of states: how many tokens the state covers that a step from `start` to `end` also keeps; 0 if it keeps none."""
 
     def first_needed(self, computed: int) -> int:
         """Return the first token whose KV the next token reads, where so many are computed."""
@@ -54,11 +118,18 @@ class Group:
             return max(0, computed - self.span + 1)
         if self.kind == "chunk":
             return computed // self.span * self.span
+        if self.kind == "state":
+            return max(0, computed - 1)
         return 0
 
 
-def groups_of(kv_cache_config: Any, tensors: Mapping[str, Any], ranks: int, rank: int) -> tuple[Group, ...]:
-    """Return the groups of an engine with these tensors (vLLM's, by layer), on tensor-parallel rank `rank`."""
+def groups_of(
+    kv_cache_config: Any, tensors: Mapping[str, Any], ranks: int, rank: int, drafters: Container[str] = ()
+) -> tuple[Group, ...]:
+    """Return the groups of an engine with these tensors (vLLM's, by layer), on tensor-parallel rank `rank`.
+
+    `drafters`: names of a drafter's layers.
+    """
     from vllm.v1 import kv_cache_interface as kinds
 
     found = []
@@ -68,18 +139,43 @@ def groups_of(kv_cache_config: Any, tensors: Mapping[str, Any], ranks: int, rank
         layers = []
         for name in group.layer_names:
             if name in specs:
-                words = words_of(tensors[name], kv_cache_config.num_blocks)
-                layers.append(Layer(name, oracle.key_of(name), words, _heads(specs[name], ranks, rank)))
+                words, heads = words_of(tensors[name]), _heads(specs[name], ranks, rank)
+                row_tokens = max(1, int(specs[name].tokens_per_state))
+                layers.append(Layer(name, oracle.key_of(name), words, heads, row_tokens, name in drafters))
         one = next(iter(specs.values()))
         kind, span = "full", 0
         if isinstance(one, (kinds.SlidingWindowSpec, kinds.SlidingWindowMLASpec)):
             kind, span = "window", one.sliding_window
         elif isinstance(one, kinds.ChunkedLocalAttentionSpec):
             kind, span = "chunk", one.attention_chunk_size
+        elif isinstance(one, kinds.MambaSpec):
+            kind = "state"
         elif not isinstance(one, kinds.FullAttentionSpec):
             raise ValueError(f"the bed has no oracle for {type(one).__name__}")
-        found.append(Group(number, spec.block_size, kind, span, tuple(layers)))
+        rest = {"checkpoint": _checkpoint(kv_cache_config, one)} if getattr(one, _CHECKPOINTS, 0) else {}
+        found.append(Group(number, spec.block_size, kind, span, tuple(layers), **rest))
     return tuple(found)
+
+
+_CHECKPOINTS = "num_prefill_checkpoint_blocks"  # vLLM 0.31 keeps states at the end of a step only
+
+
+def _checkpoint(kv_cache_config: Any, spec: Any) -> Callable[[int, int], int]:
+    from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+    def kept(start: int, end: int) -> int:
+        offsets, _ = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            kv_cache_config.hash_block_size,
+            spec.block_size,
+            spec.prefill_checkpoint_alignment,
+            False,
+            kv_cache_config.cache_hit_alignment_tokens,
+        )
+        return start + offsets[0] if offsets[0] else 0
+
+    return kept
 
 
 def _heads(spec: Any, ranks: int, rank: int) -> range:
@@ -91,16 +187,11 @@ def _heads(spec: Any, ranks: int, rank: int) -> range:
     return range(count) if alike or ranks == 1 else range(rank * count, (rank + 1) * count)
 
 
-def words_of(tensor: Any, blocks: int) -> NDArray[Any]:
-    """View vLLM's tensor (blocks, heads, tokens, row) as words, the longest that divide a row; a copy would be useless.
-
-    Where a row does not fill words of 8 bytes, they have 4 or 1.
-    """
+def words_of(tensor: Any) -> NDArray[Any]:
+    """View vLLM's tensor (blocks, heads, tokens, row) as words, the longest that divide a row: of 8 bytes, 4 or 1."""
     import torch
 
     raw = tensor.view(torch.uint8).numpy()
-    if raw.shape[0] != blocks:
-        raise ValueError(f"kernel blocks are not blocks: {raw.shape[0]} and {blocks}")
     row = raw.shape[-1]
     for size, dtype in ((8, np.uint64), (4, np.uint32), (1, np.uint8)):
         if row % size == 0 and all(stride % size == 0 for stride in raw.strides[:-1]):

@@ -13,10 +13,14 @@ VARIABLE = "BED"
 
 @dataclass(frozen=True)
 class Settings:
-    """`preset`: of the timeline; without one, steps take no time. `every_step`: as of Device."""
+    """`preset`: of the timeline; without one, steps take no time. `every_step`: as of Device.
+
+    `given`: a layout whose specifications the worker gives instead of the model's (`layouts.given_specs`).
+    """
 
     preset: Preset | None = None
     every_step: bool = True
+    given: str = ""
 
     @classmethod
     def read(cls) -> Settings:

@@ -19,13 +19,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -76,10 +75,6 @@ class Executor(UniProcExecutor):
     """
 
 
-class RanksExecutor(MultiprocExecutor):
-    """vLLM's executor of several ranks, for the same reason."""
-
-
 class _Output(AsyncModelRunnerOutput):
     """The result of a step that ends on the timeline, as that of a GPU's step ends with an event."""
 
@@ -103,6 +98,8 @@ class Runner:
         self.timeline = None if preset is None else Timeline(preset, time.monotonic_ns)
         self.device: Device
         self.model: Any = None
+        self.drafter: Any = None
+        self._drafter_layers: set[str] = set()
         self._config, self._second = config, second
         self._connector: Any = NO_OP_KV_CONNECTOR
         self._tensors: dict[str, torch.Tensor] = {}
@@ -110,6 +107,7 @@ class Runner:
         self._step: tuple[Any, Plan, int, Any] | None = None
         self._drafts = config.num_speculative_tokens
         self._drafted: DraftTokenIds | None = None
+        self._adapters: set[int] = set()
         self._async = config.scheduler_config.async_scheduling
 
     # --- what a worker asks of its runner at its start ----------------------------------------------------------------
@@ -117,18 +115,23 @@ class Runner:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         del load_dummy_weights
         self.model = get_model(vllm_config=self._config)
+        drafts = self._config.speculative_config
+        if drafts is not None and drafts.use_eagle():
+            before = set(self._config.compilation_config.static_forward_context)
+            self.drafter = get_model(vllm_config=self._config, model_config=drafts.draft_model_config)
+            self._drafter_layers = set(self._config.compilation_config.static_forward_context) - before
 
     def get_model(self) -> Any:
         return self.model
 
-    def get_draft_model(self) -> None:
-        return None
+    def get_draft_model(self) -> Any:
+        return self.drafter
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> Any:
-        return get_kv_cache_spec(self._config)
+        return layouts.given_specs(self.settings.given) if self.settings.given else get_kv_cache_spec(self._config)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         del max_model_len
@@ -145,7 +148,9 @@ class Runner:
         )
         self._blocks = kv_cache_config.num_blocks
         ranks = get_tp_group()
-        groups = layouts.groups_of(kv_cache_config, self._tensors, ranks.world_size, ranks.rank_in_group)
+        groups = layouts.groups_of(
+            kv_cache_config, self._tensors, ranks.world_size, ranks.rank_in_group, self._drafter_layers
+        )
         self.device = Device(
             groups,
             self._config.model_config.get_vocab_size(),
@@ -170,7 +175,11 @@ class Runner:
         if self._step is None:
             return None
         (output, plan, ends_ns, connector_output), self._step = self._step, None
+        self._agree(plan)
         sampled = self.device.sample(plan)
+        if self._drafter_layers:
+            with set_forward_context(None, self._config):
+                self._run_layers(self.device.drafting(plan), drafter=True)
         if self._drafts:
             self._drafted = self._draft(sampled)
         if self._second:
@@ -252,6 +261,7 @@ class Runner:
                 continue
             if blocks is not None:
                 self.device.append(name, blocks)
+            assert self._async or computed <= request.computed, f"{name}: {computed} of {request.computed} computed"
             if computed < request.computed:  # the scheduler dropped the result of a step with a failed load
                 request.computed = computed
                 request.truncate(max(request.prompt, request.prompt + cached.num_output_tokens[number]))
@@ -264,10 +274,16 @@ class Runner:
 
     def _forward(self, output: Any) -> Plan:
         """Go through the layers as vLLM's attention layers do (`maybe_transfer_kv_layer`)."""
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         plan = self.device.plan(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens)
+        self._run_layers(plan, drafter=False)
+        return plan
+
+    def _run_layers(self, plan: Plan, *, drafter: bool) -> None:
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         for group in self.device.groups:
             for layer in group.layers:
+                if layer.drafter is not drafter:
+                    continue
                 if connector is not None:
                     connector.wait_for_layer_load(layer.name)
                 begun_ns = time.thread_time_ns()
@@ -275,7 +291,6 @@ class Runner:
                 self.device.counters["oracle_ns"] += time.thread_time_ns() - begun_ns
                 if connector is not None:
                     connector.save_kv_layer(layer.name, self._tensors[layer.name], None)
-        return plan
 
     def _launch(self, output: Any, plan: Plan) -> int:
         if self.timeline is None:
@@ -283,6 +298,15 @@ class Runner:
         prefill = sum(max(0, min(each.start + each.count, each.request.prompt) - each.start) for each in plan.work)
         copied = plan.copied_bytes if output.has_sync_kv_loads else 0
         return self.timeline.launch(prefill, output.total_num_scheduled_tokens - prefill, copied)
+
+    @staticmethod
+    def _agree(plan: Plan) -> None:
+        """Let a wrong block on one rank make the tokens of all ranks wrong, as sums over ranks would."""
+        world = get_world_group()
+        if world.world_size > 1:
+            bad = torch.tensor([number in plan.bad for number in range(len(plan.work))], dtype=torch.uint8)
+            torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=world.cpu_group)
+            plan.bad = set(bad.nonzero().flatten().tolist())
 
     def _draft(self, sampled: dict[str, list[int]]) -> DraftTokenIds:
         names = list(sampled)
@@ -292,6 +316,14 @@ class Runner:
 
     def shutdown(self) -> None:
         self._tensors = {}
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Take any adapter: its name is in the prefixes of its requests."""
+        self._adapters.add(lora_request.lora_int_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        return self._adapters
 
     def reset_mm_cache(self) -> None:
         """Keep no images."""
@@ -322,6 +354,14 @@ class Worker(CPUWorker):
         from vllm.v1.worker.worker_base import CompilationTimes
 
         return CompilationTimes(0.0, 0.0)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        given = self.model_runner.settings.given
+        return list(layouts.PACKED) if given else super().get_supported_kv_cache_layouts()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Without a stage's tensors for the next one: each stage knows from the oracle what it computes."""
+        return self.model_runner.execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         """Take part in nothing: the bed's ranks compute alone."""
