@@ -15,7 +15,7 @@ from tests.e2e.conftest import Site, hits
 from tests.lab import process
 from tests.lab.bed import engine as bed
 from tests.lab.bed import oracle
-from tests.lab.engine import Engine
+from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_eagle
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
@@ -23,7 +23,7 @@ from tests.lab.template import Template
 
 VOCAB = 2048
 BOTH = [(runner, scheduling) for runner in ("v2", "v1") for scheduling in ("async", "sync")]
-SMALL = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 # What CPUs can not run, or not with this scheduling: a KV pool so small that requests are preempted.
 CASES: dict[str, dict[str, Any]] = {
@@ -129,6 +129,21 @@ def test_the_connector_loads_what_it_saved(site: Site, runner: str, scheduling: 
     assert [(each["block"], each["token"], each["wrong_tokens"]) for each in rank["faults"]] == [(1, 32, 32)] * 5
     assert all("KV of request" in each["found"] and "token 32" in each["found"] for each in rank["faults"])
     engine.stop()
+
+
+def test_vllms_own_runner_calls_the_same_hooks(template: Template) -> None:
+    """With V1, which CPUs run: the same hooks in the same order, layer by layer, over the same requests."""
+    hooks = {"kv_connector": "HooksConnector", "kv_connector_module_path": "tests.e2e.hooks_connector"}
+    transfer = {**hooks, "kv_role": "kv_both"}
+    found = []
+    over = bed.spec(runner="v1", scheduling="sync", connector=transfer, num_gpu_blocks=40, **SMALL)
+    real = EngineSpec(model=over.model, kv_transfer=transfer, num_gpu_blocks=40, **SMALL)
+    for spec in (over, real):
+        with Engine(spec, template=template) as engine:
+            engine.run(make_prompts(6, 300), max_tokens=5, aborts=[Abort(2, 3)])
+            found.append(engine.call("tests.e2e.hooks_connector:calls"))
+    assert found[0] == found[1]
+    assert found[0].count("wait_for_layer_load model.layers.3.self_attn.attn") > 10
 
 
 def bed_connector(site: Site, prefix: str) -> dict[str, Any]:
