@@ -87,7 +87,7 @@ class Child:
             named(prepare)()
         if engine_args["kv_transfer_config"] is not None:
             if engine_args["kv_transfer_config"]["kv_connector"] == "LMCacheMPConnector":
-                _let_numba_be_imported_first()
+                let_numba_be_imported_first()
             engine_args["kv_transfer_config"] = KVTransferConfig(**engine_args["kv_transfer_config"])
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         core = self._engine.engine_core.engine_core
@@ -217,7 +217,7 @@ def named(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _let_numba_be_imported_first() -> None:
+def let_numba_be_imported_first() -> None:
     """LMCache imports numba before vLLM goes through the objects of all modules (``register_triton_kernel_overrides``).
 
     llvmlite's library answers any name with a function of that name, ``__dict__`` too, on which vLLM then fails where

@@ -41,7 +41,8 @@ class _Server:
         import aiohttp
 
         self._url = f"http://127.0.0.1:{port}"
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
+        # The server closes connections that are idle for five seconds.
+        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), aiohttp.ClientTimeout(None)
         self._client = aiohttp.ClientSession(connector=connector, timeout=timeout)
         self._server: asyncio.subprocess.Process
 

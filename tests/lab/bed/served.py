@@ -121,6 +121,8 @@ def prepared(engine_args: dict[str, Any], prepare: str) -> dict[str, Any]:
         engine_child.named(prepare)()
     transfer, executor = engine_args["kv_transfer_config"], engine_args["distributed_executor_backend"]
     if transfer is not None:
+        if transfer["kv_connector"] == "LMCacheMPConnector":
+            engine_child.let_numba_be_imported_first()
         transfer = KVTransferConfig(**transfer)
     if "." in executor:
         # As a class it travels to the core's process by its module, which changes vLLM there as well.
