@@ -109,9 +109,9 @@ def overview(results: Iterable[tuple[str, Result]]) -> list[str]:
             continue
         mine = _mine(result)
         ratios = {base: _ratios(result, mine, base) if mine else [] for base in (LOCAL, LEAST, *others)}
-        spans = [f"{span(ratios[base])} ×" if ratios[base] else "" for base in (LOCAL, LEAST)]
-        peers = [over_points(ratios[other]) if ratios[other] else "" for other in others]
-        lines.append(row(link, f"{len(result['points'])}", *spans, *peers))
+        spans = [span(ratios[base]) if ratios[base] else "" for base in (LOCAL, LEAST)]
+        peers = [over_points(ratios[other]).replace(" ×", "") if ratios[other] else "" for other in others]
+        lines.append(row(link, f"{len(result['points'])}", *(each.replace(" to ", "–") for each in (*spans, *peers))))
     return lines + hidden
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.bench.figures import Figure, paired_ratio, point_figures
 from benchmarks.bench.page import Result, heading, row, span, spread, variants_of
 from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS
-from benchmarks.served.pieces import PIECES, WORDS
+from benchmarks.served.pieces import LOADS, WORDS
 
 UPSTREAM = "upstream-async"
 
@@ -42,19 +42,21 @@ def details(result: Result) -> list[str]:
 
 
 def overview(results: Sequence[tuple[str, Result]]) -> list[str]:
-    """A row for each piece with its day: ours over others at all its points, and the spread of `local`."""
+    """A row for each piece by load, with its day: ours over others at all points, and the spread of `local`."""
     lines = heading(
         "piece",
         "points",
         "TTFT / `local`",
         "p99 / `local`",
         "TTFT / `upstream-async`",
-        "each request / on demand, upper end of 95 %",
-        "between tokens / `local`, mean",
+        "/ on demand, paired, 95 % below",
+        "between tokens / `local`",
         "p99",
-        "spread of `local`",
+        "spread of `local`, %",
     )
     for day, result in results:
+        if result["axis"] != LOADS:
+            continue
         points = [(point, point_figures(point, result["block_bytes"])) for point in result["points"]]
         points = [(point, figures) for point, figures in points if OURS in figures and LOCAL in figures]
         pairs = [each.high for point, _ in points if (each := paired_ratio(point, OURS, ON_DEMAND))]
@@ -62,13 +64,13 @@ def overview(results: Sequence[tuple[str, Result]]) -> list[str]:
         name = result["piece"]
         lines.append(
             row(
-                f"[{name}](benchmarks/{day}/README.md#{name}): {PIECES[name].question}",
+                f"[{name}](benchmarks/{day}/README.md#{name})",
                 f"{len(points)}",
                 *(_span(_ratios(points, figure, LOCAL)) for figure in ("mean_s", "p99_s")),
                 _span(_ratios(points, "mean_s", UPSTREAM)),
                 _span(pairs),
                 *(_span(_ratios(points, figure, LOCAL)) for figure in ("between_s", "between_p99_s")),
-                f"{100 * max(((each.high - each.low) / each.middle for each in locals_s), default=0):.1f} %",
+                f"{100 * max(((each.high - each.low) / each.middle for each in locals_s), default=0):.1f}",
             )
         )
     return lines
@@ -81,7 +83,7 @@ def front(results: Sequence[Result]) -> list[str]:
         if result["piece"] in WORDS and {OURS, UPSTREAM, ON_DEMAND} <= set(variants_of(result)):
             points = [(point, point_figures(point, result["block_bytes"])) for point in result["points"]]
             loads = span([each["at"] for each in result["points"]])
-            ours = (_span(_ratios(points, "mean_s", other), unit="") for other in (UPSTREAM, ON_DEMAND))
+            ours = (_span(_ratios(points, "mean_s", other)) for other in (UPSTREAM, ON_DEMAND))
             lines.append(row(f"{WORDS[result['piece']]}, its time modelled, at {loads} of its capacity", *ours))
     return lines
 
@@ -90,8 +92,8 @@ def _ratios(points: Sequence[tuple[Any, Mapping[str, Mapping[str, Figure]]]], na
     return [each[OURS][name].middle / each[other][name].middle for _, each in points if other in each]
 
 
-def _span(ratios: Sequence[float], *, unit: str = " ×") -> str:
-    return f"{span(ratios)}{unit}" if ratios else ""
+def _span(ratios: Sequence[float]) -> str:
+    return span(ratios).replace(" to ", "–") if ratios else ""
 
 
 def _ms(figure: Figure, ideal: Figure | None) -> str:

@@ -14,7 +14,7 @@ from benchmarks.bench.served import Requests, Served
 from benchmarks.bench.setting import MODEL, Setting, prompts
 from benchmarks.served import page
 from benchmarks.served.lab import counted, pace_of
-from benchmarks.served.pieces import PIECES, small
+from benchmarks.served.pieces import LOADS, PIECES, small
 from tests.lab.bed.timeline import PRESETS
 
 PASSED = {"between_s": 0.05, "between_p99_s": 0.06, "recomputed_tokens": 0.0, "steps_waited": 1.0, "late_launches": 0.0}
@@ -30,7 +30,7 @@ def result(name: str, ttft_s: dict[str, list[float]], between_s: float = 0.05) -
         passes.append({"variant": variant, "round": 0, "set": 0, **kept})
     paced = {"fetch_s": 0.02, "proportions": "fetch : prefill : step = 25 : 20 : 50 ms"}
     point = {"at": 0.3, "setting": asdict(Setting()), "pace": paced, "passes": passes}
-    return {"piece": name, "axis": "x", "block_bytes": 1000, "points": [point]}
+    return {"piece": name, "axis": LOADS, "block_bytes": 1000, "points": [point]}
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=lambda each: each.name)
@@ -101,7 +101,7 @@ def test_a_piece_s_pages_compare_each_variant_with_local_and_ours_with_on_demand
     assert mine.startswith("| 0.3 | 25 : 20 : 50 ms | kvprefetch | 120, 1.200 × |")
     assert "| 0.75 |" in mine
     assert "| 51, 1.020 × |" in mine
-    assert "| 1 | 1.20 × | 1.20 × | 0.48 × | 0.75 × | 1.02 × | 1.00 × | 0.0 % |" in page.overview([("day", some)])[-1]
+    assert "| 1 | 1.20 | 1.20 | 0.48 | 0.75 | 1.02 | 1.00 | 0.0 |" in page.overview([("day", some)])[-1]
     days = {"2026-01-01": [some]}
     assert "| An 8B model on an H100, its time modelled, at 0.30 of its capacity | 0.48 | 0.75 |" in report.front(days)
     assert "[8b-h100](benchmarks/2026-01-01/README.md#8b-h100)" in report.paced(days)
