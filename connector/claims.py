@@ -7,6 +7,7 @@ dispatched load cannot fail.
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -363,6 +364,8 @@ class Claims:
         asynchronous = mode == "async" or (
             mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load)
         )
+        if (spared_ns := self._policy.cost_ns(count, 0.0)) < math.inf:
+            handle.spared_ns = int(spared_ns)
         self._note_found(handle, flag)
         if flag.state == HINTED:
             self._counters["cut_short"] += 1

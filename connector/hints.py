@@ -36,7 +36,8 @@ _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 
 # A flag this engine holds, and its hint: `session`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
 # which the first ones were hinted.  Times are CLOCK_MONOTONIC ns, 0 where the event did not happen: `asked_ns`,
-# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing` and `cost_ns`: as in Done.
+# `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing`, `cost_ns` and
+# `spared_ns`: as in Done.
 # `stopped`: the daemon orders no more blocks.  In C (_handle.c), both raising SegmentCorrupt:
 #
 # * `look()`: the flag, by one acquire load.
@@ -102,7 +103,7 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
     session.flags.give_back(handle.flag)
     if after != FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
-        verdict = handle.missing, handle.cost_ns
+        verdict = handle.missing, handle.cost_ns, handle.spared_ns if loaded else 0
         done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times, *verdict)
         session.producer.push(_DONE, encode_done(done))
 

@@ -56,6 +56,7 @@ class Handle(Generic[S]):
     claimed_ns: int
     missing: int
     cost_ns: int
+    spared_ns: int
     stopped: bool
     def look(self) -> Flag: ...
     def wait(self, until_ns: int, /) -> Flag: ...

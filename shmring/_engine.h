@@ -33,7 +33,7 @@ typedef struct {
     Flags *flags;
     PyObject *session, *digests;
     Py_ssize_t flag, blocks, local_blocks;
-    long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns;
+    long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns, spared_ns;
     char stopped;
 } Handle;
 

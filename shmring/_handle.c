@@ -30,6 +30,7 @@ static PyMemberDef Handle_members[] = {
     {"claimed_ns", T_LONGLONG, offsetof(Handle, claimed_ns), 0, NULL},
     {"missing", T_LONGLONG, offsetof(Handle, missing), 0, NULL},
     {"cost_ns", T_LONGLONG, offsetof(Handle, cost_ns), 0, NULL},
+    {"spared_ns", T_LONGLONG, offsetof(Handle, spared_ns), 0, NULL},
     {"stopped", T_BOOL, offsetof(Handle, stopped), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

@@ -7,10 +7,13 @@ from typing import get_args
 import click
 
 from kvprefetch.client import Client
-from kvprefetch.client.control import ask
+from kvprefetch.client.control import Unavailable, ask
 
 from ...shmring.wire.admin import Segments, StatQuery
 from ...shmring.wire.checks import Mode
+from ..config.model import ConfigError
+from ..telemetry import reader
+from ..telemetry.digest import Digest
 from ..telemetry.overview import describe
 from ..telemetry.pretty import printable
 from .common import (
@@ -25,6 +28,7 @@ from .common import (
     socket_option,
 )
 from .help_page import Group
+from .tail import MOMENTS, Moment, lines, named
 
 STATUS = SocketPage(
     "print the daemon's mode, store and engines",
@@ -32,6 +36,7 @@ STATUS = SocketPage(
     "root and the daemon's own user see all. /healthz and /readyz of the metrics port say whether the daemon is well.",
     examples=(
         ("kvprefetchd status", "a few lines: mode, store, engines"),
+        ("kvprefetchd status --since 10m", "and what happened in ten minutes, and what all of the log saved"),
         ("kvprefetchd status --json", "every number, for a program"),
         ("kvprefetchd status --wait 60", "of a daemon that is starting"),
         ("kvprefetchd status --socket /run/kvprefetch/kvprefetchd.sock", "of a certain daemon"),
@@ -103,9 +108,9 @@ def add(commands: Group) -> None:
         text = f"try for up to S seconds, until {until}"
         return option("--wait", metavar="S", type=Real(0, 3600), default=0.0, help=text)
 
-    declare(
-        commands, "status", run_status, STATUS, flag("--json", "all of it, as JSON"), wait("a daemon answers"), socket
-    )
+    since = option("--since", metavar="TIME", type=Moment(), help=f"also what the log says since then: {MOMENTS}")
+    json_flag = flag("--json", "all of it, as JSON")
+    declare(commands, "status", run_status, STATUS, json_flag, since, wait("a daemon answers"), socket)
     text = "not ready until so many engines are attached, of whatever user (default: 0)"
     declare(
         commands,
@@ -128,11 +133,31 @@ def add(commands: Group) -> None:
 
 def run_status(arguments: Arguments) -> int:
     status = Client(arguments.socket).status(wait_s=arguments.wait, slowest=True)
+    digests = None if arguments.since is None else digested(status.log, arguments.since)
     if arguments.json:
-        show(status.model_dump(), ok=status.alive)
+        parts = {} if digests is None else {"since": digests[0].figures, "whole_log": digests[1].figures}
+        show(status.model_dump() | parts, ok=status.alive)
     else:
         print("\n".join(describe(status)))
+        if digests is not None:
+            now, whole = digests
+            print("", f"since {arguments.since}:", *now.lines(), sep="\n")
+            print("", f"in the whole log, since {whole.since or '–'}:", whole.saved(), sep="\n")
     return 0 if status.alive else EX_UNAVAILABLE
+
+
+def digested(place: str, since: str) -> tuple[Digest, Digest]:
+    """Return the log's part since then, and all of it, which may be of several starts. Raises Unavailable."""
+    now, whole = Digest(), Digest()
+    try:
+        source = lines(Arguments(**named(place), since=None))
+    except ConfigError:
+        raise Unavailable(f"the daemon's log cannot be read here: log={place!r}") from None
+    for record in reader.records(filter(None, source)):
+        whole.add(record)
+        if record["ts"] >= since:
+            now.add(record)
+    return now, whole
 
 
 def run_health(arguments: Arguments) -> int:

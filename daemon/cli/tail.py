@@ -31,6 +31,7 @@ from .common import NO_COLOR, Arguments, Real, declare, flag, option, show
 from .help_page import Group, HelpPage
 
 UNIT = "kvprefetchd.service"
+MOMENTS = "10m ago, or 2026-01-31T03:10 (UTC)"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 FILE = {
     "FILE": "the log, the standard output of serve; -: standard input; nothing: that, or on a terminal the log of the "
@@ -149,7 +150,7 @@ def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes |
     if arguments.journal is not None and arguments.file is not None:
         raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={arguments.file!r}")
     if arguments.journal is None and arguments.file in (None, "-") and sys.stdin.isatty():
-        find(arguments)
+        vars(arguments).update(named(daemon_s_log()))
     name, since = arguments.file or "-", getattr(arguments, "since", None)
     source: Iterator[bytes | None]
     with contextlib.ExitStack() as opened:
@@ -173,20 +174,21 @@ def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes |
             raise Unavailable(f"the log cannot be read: {error.strerror or error}: {where!r}") from None
 
 
-def find(arguments: Arguments) -> None:
-    """Fill in the log of the daemon that runs, or that ran last. Raises ConfigError where it has none."""
+def daemon_s_log() -> str:
+    """Return where the log of the daemon goes that runs here, or that ran last; else why that is not known."""
     try:
-        place = look(find_socket(os.environ)).log
+        return look(find_socket(os.environ)).log
     except Unavailable as error:
-        place = error.what
+        return error.what
+
+
+def named(place: str) -> dict[str, str | None]:
+    """Return FILE and --journal for where a daemon's log goes. Raises ConfigError where nobody can read that."""
     if place == reader.JOURNAL:
-        arguments.journal = UNIT
-    elif place.startswith("/"):
-        arguments.file = place
-    else:
-        raise ConfigError(
-            f"command line: nothing to read: name a FILE, pipe a log in, or give --journal: log={place!r}"
-        )
+        return {"file": None, "journal": UNIT}
+    if place.startswith("/"):
+        return {"file": place, "journal": None}
+    raise ConfigError(f"command line: nothing to read: name a FILE, pipe a log in, or give --journal: log={place!r}")
 
 
 def run_tail(arguments: Arguments) -> int:

@@ -117,6 +117,7 @@ class Trace:
             "exposed_ms": round(exposed_ns / 1e6, 3),
             "unseen_ms": round(unseen_ns / 1e6, 3),
             "missing_blocks": done.missing if done is not None else 0,
+            "spared_ms": round(done.spared_ns / 1e6, 3) if done is not None and done.spared_ns else None,
             "recompute_ms": round(done.cost_ns / 1e6, 3) if done is not None and done.missing else None,
             "announced_ms": round((self.hint.arrival_ns - self.met.since_ns) / 1e6, 3) if self.met else None,
             "announced_blocks": self.met.blocks if self.met else 0,

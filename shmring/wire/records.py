@@ -87,7 +87,7 @@ HINT_HEAD = struct.Struct("<BBHHHIIIiIQQ24s16s")
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
-_DONE = struct.Struct("<BBxxIIIIxxxxQQQQQQ")
+_DONE = struct.Struct("<BBxxIIIIxxxxQQQQQQQ")
 # version, hash bytes, blocks
 _USED = struct.Struct("<BxHI")
 # version, bytes of a name, dropped, blocks, reset generation, save id
@@ -139,7 +139,8 @@ class Done(NamedTuple):
 
     Blocks [loaded_from, loaded_from + loaded_blocks) were copied out of staging. A time is 0 where the event did not
     happen. `waited_ns` is the scheduler's wait since `asked_ns`, which may have pauses. `missing` blocks were not there
-    when the engine ceased to wait for all, and recomputing them costs it `cost_ns`; 0: it did not.
+    when the engine ceased to wait for all, and recomputing them costs it `cost_ns`; 0: it did not.  `spared_ns`: what
+    computing the loaded blocks would have taken; 0: not known.
     """
 
     flag: int
@@ -153,6 +154,7 @@ class Done(NamedTuple):
     loaded_ns: int
     missing: int = 0
     cost_ns: int = 0
+    spared_ns: int = 0
 
 
 class Saved(NamedTuple):
@@ -222,14 +224,17 @@ def decode_ask(payload: memoryview) -> Ask:
 
 
 def encode_done(done: Done) -> bytes:
-    flag, generation, outcome, start, blocks, asked, waited, claimed, loaded, missing, cost = done
-    return _DONE.pack(PROTOCOL, outcome, flag, start, blocks, missing, generation, asked, waited, claimed, loaded, cost)
+    flag, generation, outcome, start, blocks, asked, waited, claimed, loaded, missing, *costs = done
+    times = (asked, waited, claimed, loaded, *costs)
+    return _DONE.pack(PROTOCOL, outcome, flag, start, blocks, missing, generation, *times)
 
 
 def decode_done(payload: memoryview) -> Done:
-    _, outcome, flag, start, blocks, missing, generation, asked, waited, claimed, loaded, cost = _unpack(_DONE, payload)
+    _, outcome, flag, start, blocks, missing, generation, *times = _unpack(_DONE, payload)
+    asked, waited, claimed, loaded, cost, spared = times
     try:
-        return Done(flag, generation, Outcome(outcome), start, blocks, asked, waited, claimed, loaded, missing, cost)
+        ended = Outcome(outcome)
+        return Done(flag, generation, ended, start, blocks, asked, waited, claimed, loaded, missing, cost, spared)
     except ValueError:
         raise ProtocolError(f"unknown outcome: outcome={outcome}") from None
 

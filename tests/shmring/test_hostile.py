@@ -196,7 +196,7 @@ valid_records = st.sampled_from(
         encode_hint(records.Hint(1, 2, "request", 3, 1, 0, 99, 5, 8, bytes(24), [0])),
         records.encode_ask(records.Ask(1, 2, 3)),
         records.encode_ask(records.Ask(1, 2, 3, stop=True)),
-        records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8, 9, 10)),
+        records.encode_done(records.Done(1, 2, records.Outcome.LOADED, 3, 4, 5, 6, 7, 8, 9, 10, 11)),
         records.encode_saved(records.Saved(1, 2, False, [3, 4], [bytes(8), bytes(8)])),
         records.encode_saved(records.Saved(1, 2, True, [3, 4], [])),
     ]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +18,10 @@ import pytest
 
 from kvprefetch.daemon.runtime.signals import Signals
 from kvprefetch.daemon.telemetry.streams import LogWriter
-from kvprefetch.shmring.wire.records import RecordKind
+from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
 from tests.daemon.stores import blocks
 from tests.support.auditor import ask_daemon
-from tests.support.command import COMMAND, listening
+from tests.support.command import COMMAND, kvprefetchd, listening
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
@@ -245,6 +246,42 @@ def test_a_rotation_loses_and_tears_no_line(tmp_path: Path, rotate: Callable[[Pa
     records = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
     assert [each["request_id"] for each in records if each["event"] == "request.done"] == [f"r{i}" for i in range(200)]
     assert [each["event"] for each in records][-1] == "daemon.stopped"
+
+
+@pytest.mark.store
+def test_status_sums_up_the_log_over_a_restart(tmp_path: Path) -> None:
+    """What was saved is what computing the loaded blocks takes, less what the scheduler waited, in every start."""
+    log = tmp_path / "log"
+    log.write_text("")
+    for start in (1, 2):
+        with log.open("ab") as file:
+            process = serve(tmp_path, file.fileno(), file.fileno())
+        try:
+            engine = FakeEngine(tmp_path / "s")
+            key = engine.hint(list(blocks("spared", 3)), name="measured")
+            engine.settled(key)
+            assert engine.move(key, FlagState.CANCELLED)
+            times = (time.monotonic_ns() - 10**9, 500_000_000, 0, 0)
+            done = Done(*key, Outcome.LOADED, 0, 3, *times, spared_ns=1_700_000_000)
+            engine.push(RecordKind.DONE, encode_done(done))
+            engine.flags.give_back(key[0])
+            eventually(lambda: log.read_text().count('"measured"') == start, what="its line")  # noqa: B023
+            if start == 2:
+                asked = ["status", "--since", "10m", "--socket", tmp_path / "s"]
+                said, data = kvprefetchd(*asked), json.loads(kvprefetchd(*asked, "--json").stdout)
+                since = json.loads(log.read_text().splitlines()[-1])["ts"]
+                later = json.loads(kvprefetchd(*asked[:2], since[:26], *asked[3:], "--json").stdout)
+            engine.close()
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+    for figures in (data["since"], data["whole_log"]):
+        assert [figures[name] for name in ("saved_s", "spared_s", "waited_s")] == [2.4, 3.4, 1.0]
+        assert figures["requests"] == {"loaded": 2}
+    assert (later["since"]["requests"], later["whole_log"]["saved_s"]) == ({"loaded": 1}, 2.4)
+    assert said.stdout.count("to compute what they loaded takes 3.40 s, and they waited 1.00 s") == 2
+    assert "2 × " in said.stdout
+    assert " daemon.ready " in said.stdout
 
 
 @pytest.mark.store

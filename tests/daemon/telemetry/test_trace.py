@@ -41,12 +41,13 @@ def test_the_wait_and_what_was_hidden(
     request.first_byte_ns, request.last_byte_ns, request.fetched_blocks = 41 * MS, 101 * MS, 4
     request.disk_blocks = 1
     times = [(at + 1) * MS if at else 0 for at in (asked, claimed)]
-    done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], waited * MS, times[1], 0, missing=2, cost_ns=9 * MS)
+    costs = {"missing": 2, "cost_ns": 9 * MS, "spared_ns": 8 * MS}
+    done = Done(0, 1, Outcome.LOADED, 0, 4, times[0], waited * MS, times[1], 0, **costs)
     line = trace.fields(request, Ending.LOADED, done, 1000, (ended + 1) * MS, Work())
     assert (line["exposed_ms"], line["hidden_fraction"]) == (exposed, hidden)
     assert (line["hint_seen_ms"], line["last_byte_ms"], line["ended_ms"]) == (20.0, 100.0, ended)
     assert line["visited_ms"] == (asked or None)
-    assert (line["missing_blocks"], line["recompute_ms"]) == (2, 9.0)
+    assert (line["missing_blocks"], line["recompute_ms"], line["spared_ms"]) == (2, 9.0, 8.0)
     assert (line["announced_ms"], line["announced_blocks"], line["announced_staged"]) == (0.0, 4, 3)
     assert (line["bytes"], line["bytes_memory"], line["bytes_disk"]) == (4000, 3000, 1000)
 
