@@ -24,6 +24,7 @@ from typing import Any
 BLOCK = 64  # tokens of the parts that are compared
 KNOWN = 100_000  # parts that are remembered of an engine
 PLACE_S, ANSWER_S = 300.0, 120.0  # longest waits for an engine's place, and for the next bytes of its answer
+DOOR_S = 10.0  # longest wait for the door, on a thread; its first connection starts it
 LOOK_S = 0.2  # between looks whether the client is still there
 NOT_PASSED_ON = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 
@@ -55,10 +56,10 @@ class Engine:
         payload = {"engine": self.name, "token_ids": tokens}
         action = {"action_id": "1", "action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
         envelope = {"protocol_version": "0.1", "message_id": uuid.uuid4().hex, "actions": [action]}
-        door = http.client.HTTPConnection("door", timeout=1)
+        door = http.client.HTTPConnection("door")
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(door):
             door.sock = socket.socket(socket.AF_UNIX)
-            door.sock.settimeout(1)
+            door.sock.settimeout(DOOR_S)
             door.sock.connect(DOOR)
             door.request("POST", "/v1/kv_hints", json.dumps(envelope))
             door.getresponse().read()
