@@ -10,7 +10,8 @@ import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, BLOCK_BYTES, Blocks, Engine
+from .fakes import BLOCK, BLOCK_BYTES, MS, Blocks, Engine
+from .waiting import TOKEN_MS, measured
 
 NOTHING, PENDING = (0, False), (None, False)
 
@@ -175,3 +176,17 @@ def test_an_allocation_nobody_answered_is_not_survived(answered: int) -> None:
     assert engine.match(request) == (answered * BLOCK, False)
     with pytest.raises(RuntimeError, match="not given"):
         engine.allocate(request, 2 * BLOCK)
+
+
+def test_a_load_says_what_computing_its_blocks_would_have_taken() -> None:
+    """By the engine's own steps; nothing where it measured none."""
+    for engine, spared_ns in ((measured(), 10 * BLOCK * TOKEN_MS * MS), (Engine(wait_policy="adaptive"), 0)):
+        request = engine.add("r", 10 * BLOCK + 1)
+        engine.daemon.stage("r", 10)
+        assert engine.match(request) == (10 * BLOCK, False)
+        engine.take(request, 10 * BLOCK)
+        meta = engine.step([(request, 1)])
+        engine.acknowledge(meta, ranks=1)
+        engine.daemon.drain()
+        assert engine.daemon.dones[-1].loaded_blocks == 10
+        assert engine.daemon.dones[-1].spared_ns == pytest.approx(spared_ns, rel=0.1)

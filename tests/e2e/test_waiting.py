@@ -101,6 +101,7 @@ def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
         blocks = [whole_blocks(prompt) // BLOCK for prompt in PROMPTS]
         eventually(
             lambda: sum(int(each["slots_idle"]) for each in ask_daemon(site.daemon.socket).engines) == sum(blocks),
+            60,
             what="all announced blocks",
         )
         may_begin.set()
