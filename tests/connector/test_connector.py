@@ -172,6 +172,18 @@ def test_what_cannot_be_served_is_refused_at_start_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_daemon_that_cannot_start_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM captures graphs it asks the class first; without them the scheduler's side says it."""
+    (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    extra = {"start_daemon": True, "socket": str(tmp_path / "s")}
+    with pytest.raises(ValueError, match="start_daemon: structlog is not installed here"):
+        KVPrefetchConnector.requires_piecewise_for_cudagraph(extra)
+    assert not KVPrefetchConnector.requires_piecewise_for_cudagraph({**extra, "mode": "off"})
+
+
 def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp_path: Path) -> None:
     first, again = vllm_config(tmp_path / "a"), vllm_config(tmp_path / "b")
     assert hellos.start_of(first) == hellos.start_of(again)

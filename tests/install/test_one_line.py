@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab import process
+from tests.support.empty_root import NO_COMPILER, EmptyRoot, missing, put_checkout
 from tests.support.ordinary import AS_NOBODY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +125,41 @@ echo "took $((SECONDS - began)) s"
     assert "status 69" in said
     assert said.count("libibverbs.so.1: file too short") == said.count("as root: apt-get install -y libibverbs1") == 3
     assert int(re.findall(r"took (\d+) s", said)[0]) < 45, "three starts of Python, none of which waits"
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+def test_an_empty_root_serves_from_a_wheel_after_root_s_one_command() -> None:
+    """Without a compiler. `serve` ends within ten seconds with the command; then an engine's daemon starts."""
+    if why := missing():
+        pytest.skip(why)
+    folder = process.scratch("root")
+    folder.chmod(0o755)
+    root = EmptyRoot(folder / "debian")
+    try:
+        put_checkout(ROOT, folder / "clone")
+        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*build, "-w", root.path / "srv", folder / "clone"], check=True, timeout=300)
+        root.run("apt-get update; apt-get install -y --no-install-recommends python3-venv", timeout_s=900)
+        root.run(f"{NO_COMPILER}; useradd --create-home somebody", timeout_s=60)
+        as_user = "cd; HOME=/home/somebody setpriv --reuid=somebody --regid=somebody --init-groups bash -ec"
+        said = root.run(f"""{as_user} '
+cd; python3 -m venv engine
+engine/bin/pip install --no-cache-dir "$(ls /srv/kvprefetch-*.whl)[daemon-cpu]"
+timeout 10 engine/bin/kvprefetchd serve || echo "status $?"
+'""", timeout_s=900)  # fmt: skip
+        assert "status 69" in said
+        command = re.search(r"^kvprefetchd: .* as root: (.*)$", said, re.MULTILINE)
+        assert command is not None, said[-2000:]
+        root.run(command[1], timeout_s=300)
+        said = root.run(f"""{as_user} '
+cd; engine/bin/python -c "$1"
+engine/bin/kvprefetchd health --wait 20
+engine/bin/kvprefetchd status
+' bash {shlex.quote(START)}""", timeout_s=120)  # fmt: skip
+        assert "started: socket /tmp/kvprefetch-" in said
+        assert "log /home/somebody/.local/state/kvprefetch/kvprefetchd.log" in said
+        assert "ready: pid " in said
+    finally:
+        root.remove()
+        shutil.rmtree(folder)

@@ -41,7 +41,9 @@ class Stranger:
     def __init__(self, home: Path) -> None:
         self.home, self.clone = home, home / "clone"
         put_checkout(ROOT, self.clone)
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("KVPREFETCH", "PYTHON"))}
+        own = {
+            name: value for name, value in os.environ.items() if not name.startswith(("KVPREFETCH", "PYTHON", "XDG_"))
+        }
         self._environ = own | {
             "HOME": str(home),
             "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -168,15 +170,14 @@ printf '#!/bin/sh\\nshift\\n%s\\n' "$SERVER" > ~/engine/bin/vllm
 chmod +x ~/engine/bin/vllm
 PATH=~/engine/bin:$PATH
 {install}
-for life in 1 2; do
+for life in "first save" "first prefix"; do
     {vllm} >> vllm.log 2>&1 & ENGINE=$!
     until ~/engine/bin/kvprefetchd health --engines 1 && curl -sf localhost:$PORT/health; do
         sleep 1; kill -0 $ENGINE || {{ tail -50 vllm.log; exit 1; }}
     done
     {ask}
-    sleep 2
+    until grep "kvprefetch: $life" vllm.log; do sleep 0.2; done
     kill $ENGINE && wait
 done
-grep 'kvprefetch: first' vllm.log
 ~/engine/bin/kvprefetchd tail --event request.done ~/.local/state/kvprefetch/kvprefetchd.log
 """
