@@ -90,7 +90,9 @@ class Starter:
     def start(self) -> None:
         """Start a daemon, unless one is starting or ending, or one was started less than AGAIN_S ago."""
         if self._alive is not None:
-            if not select.select([self._alive], [], [], 0)[0]:
+            poll = select.poll()  # an engine may have too many descriptors for select
+            poll.register(self._alive, select.POLLIN)
+            if not poll.poll(0):
                 return
             os.close(self._alive)
             self._alive = None
@@ -103,19 +105,21 @@ class Starter:
             return
         self._again_s = now_s + AGAIN_S
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, *COMMAND, "serve", *self._options]
-        with contextlib.ExitStack() as opened:
-            try:
-                output = opened.enter_context(self._opened())
-                self._alive, theirs = os.pipe()
-                opened.callback(os.close, theirs)
+        ours, theirs = os.pipe()
+        try:
+            with self._opened() as output:
                 null, same = subprocess.DEVNULL, subprocess.STDOUT
                 launcher = subprocess.Popen(
                     command, env=self._environ, stdin=null, stdout=output, stderr=same, pass_fds=(theirs,)
                 )
                 launcher.wait()
-            except OSError as error:
-                log.error("kvprefetch: its daemon cannot be started: %s", error)
-                return
+        except OSError as error:
+            os.close(ours)
+            log.error("kvprefetch: its daemon cannot be started: %s", error)
+            return
+        finally:
+            os.close(theirs)
+        self._alive = ours
         log.info("kvprefetch: no daemon listens: starting one, which ends after its last engine: %s", self)
 
     def _opened(self) -> IO[bytes]:
