@@ -85,9 +85,9 @@ def journal(unit: str, *, following: bool, since_s: float = 0.0) -> Generator[by
 
     Raises OSError at the first one when there is no journalctl.
     """
-    command = ["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={unit}", f"--since=@{int(since_s)}"]
+    command = ["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={unit}"]
     begin = ["--lines=0"]
-    for line in _said([*command, *(["--show-cursor"] if following else [])]):
+    for line in _said([*command, f"--since=@{int(since_s)}", *(["--show-cursor"] if following else [])]):
         if line.startswith(b"-- cursor: "):
             begin = ["--no-tail", f"--after-cursor={line[11:].decode().strip()}"]
         else:

@@ -39,7 +39,9 @@ def exposure(unit: Path) -> float:
 
 
 @needs_analyze
-@pytest.mark.parametrize("drop_ins", [(), ("--gpu",), ("--rdma",), ("--gpu", "--rdma", "--cluster", "--logfile", "--activation")])
+@pytest.mark.parametrize(
+    "drop_ins", [(), ("--gpu",), ("--rdma",), ("--gpu", "--rdma", "--cluster", "--logfile", "--activation")]
+)
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, drop_ins: tuple[str, ...]) -> None:
     install(tmp_path, *drop_ins)
     units = sorted((tmp_path / "etc/systemd/system").glob("kvprefetchd.*"))

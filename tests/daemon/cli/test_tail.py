@@ -290,8 +290,8 @@ def test_the_journal_is_asked_for_the_unit(tmp_path: Path) -> None:
     result = tail(*filters, "--json", PATH=planted_journal(tmp_path, *LOG))
     assert result.returncode == 0
     assert [json.loads(line)["request_id"] for line in result.stdout.splitlines()] == ["two"]
-    same = "--quiet --no-pager --output=cat --unit=other.service --since=@86400"
-    asked = [f"{same} --show-cursor", f"{same} --follow --no-tail --after-cursor=s=1;i=2"]
+    same = "--quiet --no-pager --output=cat --unit=other.service"
+    asked = [f"{same} --since=@86400 --show-cursor", f"{same} --follow --no-tail --after-cursor=s=1;i=2"]
     assert (tmp_path / "arguments").read_text().splitlines() == asked
 
 
