@@ -7,7 +7,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are little-en
 enum { HEADER_BYTES = 16, ALIGN = 64 };
 #define PADDING 0xFFFFFFFFu
 /* Of a HINT record, as in wire/records.py. */
-enum { HINT_BYTES = 84, MAX_NAME_BYTES = 256, TRACE_BYTES = 24, SESSION_BYTES = 16, MAX_HASH_BYTES = 64 };
+enum { HINT_BYTES = 84, MAX_NAME_BYTES = 256, TRACE_BYTES = 24, SESSION_BYTES = 16, MAX_HASH_BYTES = 64, USUAL_HASH_BYTES = 32 };
 
 /* --- Pusher -------------------------------------------------------------------------------------------------------- */
 
@@ -235,6 +235,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
         goto end;
     int64_t generation = 0;
     uint8_t *head, *at, *pages;
+    Py_ssize_t offset = PyBytes_AsString(first) - (const char *)first; /* of what each bytes object holds */
     do {
         /* Without room the cost does not depend on the number of digests. */
         int room = length > max_payload(self) ? 0 : has_flag(flags, (Py_ssize_t)n[ITEMS]);
@@ -254,7 +255,11 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
                 PyErr_Format(PyExc_ValueError, "digests differ: number=%zd expected_bytes=%zd", i, size);
                 goto end;
             }
-            memcpy(at, PyBytes_AsString(digest), (size_t)size);
+            const char *from = (const char *)digest + offset;
+            if (size == USUAL_HASH_BYTES)
+                memcpy(at, from, USUAL_HASH_BYTES); /* of a known size: in place */
+            else
+                memcpy(at, from, (size_t)size);
             at += size;
         }
         /* Last: from here on nothing can fail but for want of memory, and then the flag would never be given back. */
