@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from tests.e2e.conftest import Site, hits
 from tests.lab.bed import engine as bed
 from tests.lab.bed import oracle
+from tests.lab.bed.timeline import PRESETS
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_eagle
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
 from tests.lab.template import Template
+from tests.support.waiting import eventually
 
 VOCAB = 2048
 BOTH = [(runner, scheduling) for runner in ("v2", "v1") for scheduling in ("async", "sync")]
@@ -140,6 +143,26 @@ def test_vllms_own_runner_calls_the_same_hooks(template: Template) -> None:
             found.append(engine.call("tests.e2e.hooks_connector:calls"))
     assert found[0] == found[1]
     assert found[0].count("wait_for_layer_load model.layers.3.self_attn.attn") > 10
+
+
+def test_a_served_engine_hints_while_a_step_runs_and_loads_in_the_next(site: Site, template: Template) -> None:
+    """Requests come at any instant of a step of 50 ms; the scheduler has each when that step is over."""
+    spec = bed.spec(preset=PRESETS["50-10"], connector=bed_connector(site, "bed-early"), num_gpu_blocks=400)
+    prompts = make_prompts(12, 300)
+    outputs, arrivals_s = [60] + [2] * 11, [0.0] + [0.3 + 0.17 * number for number in range(11)]
+    attached = len(site.daemon.records("engine.attached"))
+    with Engine(spec.but(child="tests.lab.bed.served"), template=template) as engine:
+        eventually(lambda: len(site.daemon.records("engine.attached")) > attached, 30.0, "an attached engine")
+        engine.run(prompts, max_tokens=1)
+        site.fresh(engine)
+        served = engine.run(prompts, max_tokens=outputs, arrivals_s=arrivals_s)
+        assert served.cached_tokens == hits(prompts)
+        nothing_wrong(engine, prompts, served.tokens)
+    names = tuple(each.request_id for each in served.requests)
+    lines = [line for line in site.daemon.records("request.done") if line["request_id"].startswith(names)]
+    early = [line["adopted_ms"] for line in lines if line["adopted_ms"] is not None]
+    assert len(early) >= len(prompts)
+    assert 5 < statistics.median(early) < 50
 
 
 def bed_connector(site: Site, prefix: str) -> dict[str, Any]:
