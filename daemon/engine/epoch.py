@@ -271,9 +271,9 @@ class Epoch(Caller):
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
             self._count_device(request, loaded)
         self.planner.finish(key, *loaded)
-        self.channel.free(key)
         if request is not None:
             self._write(request, ending, done)
+        self.channel.free(key)  # last: the engine may use the flag again at once
 
     def _count_device(self, request: Request, loaded: Sequence[range]) -> None:
         """Count the blocks that the engine loaded from device slots."""
@@ -284,8 +284,9 @@ class Epoch(Caller):
 
     def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
         """Count and log a request that ended, once."""
-        now = self._services.clock_ns()
-        if (line := self.traces.end(request, ending, done, now, self.parts.work(request.key, now))) is not None:
+        now, work = self._services.clock_ns(), self.parts.work(request.key, self._services.clock_ns())
+        adopted_ns = self.channel.table.adopted_ns(request.key[0])
+        if (line := self.traces.end(request, ending, done, now, work, adopted_ns)) is not None:
             self.counters.request_done(line)
             self._log.info("request.done", **line)
 

@@ -52,6 +52,8 @@ class Counters:
         if looked_up is not None:
             self.observe("look_up_seconds", (looked_up - seen) / 1e3)
             self.add("miss_blocks", line["hint_blocks"] - line["found_blocks"])
+        if line["adopted_ms"] is not None:
+            self.observe("early_seconds", line["adopted_ms"] / 1e3)
         outcome = line["outcome"] if line["outcome"] in WAITED else OTHER
         self.observe("exposed_wait_seconds", line["exposed_ms"] / 1e3, outcome)
         if line["last_byte_ms"] is not None:

@@ -94,6 +94,7 @@ CATALOGUE: dict[str, Described] = {
     "events": _counter("Log events of level warning and error, those held back included", ("event",)),
     "log_dropped_lines": _counter("Lines of the log that were not written: nobody read them, or a disk stood still"),
     "push_to_seen_seconds": _histogram("From the engine's push of a hint until the daemon read it", buckets=FAST_S),
+    "early_seconds": _histogram("From an early hint until the scheduler had its request"),
     "look_up_seconds": _histogram("From the hint read until the store answered the look-up"),
     "fetch_seconds": _histogram("From a fetch order to its result", _MEDIUM),
     "exposed_wait_seconds": _histogram(

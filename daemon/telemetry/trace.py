@@ -63,7 +63,14 @@ class Trace:
     answered_ns: int = 0
 
     def fields(
-        self, request: Request, ending: Ending, done: Done | None, block_bytes: int, now_ns: int, work: Work
+        self,
+        request: Request,
+        ending: Ending,
+        done: Done | None,
+        block_bytes: int,
+        now_ns: int,
+        work: Work,
+        adopted_ns: int = 0,
     ) -> dict[str, Any]:
         """Return the log line's fields: `*_ms` are milliseconds since the request arrived in the engine.
 
@@ -105,6 +112,7 @@ class Trace:
             "taken_back": request.taken_back,
             "store_unavailable": self.looked_up_ns > 0 and self.missing is None,
             "arrived_ms": 0.0,
+            "adopted_ms": self._ms(adopted_ns) if self.hint.early and adopted_ns >= self.hint.arrival_ns else None,
             "hint_seen_ms": self._ms(self.hint_seen_ns),
             "looked_up_ms": self._ms(self.looked_up_ns),
             "first_byte_ms": self._ms(request.first_byte_ns),
@@ -184,12 +192,15 @@ class Traces:
             trace.answered_ns, trace.after = now_ns, work
 
     def end(
-        self, request: Request, ending: Ending, done: Done | None, now_ns: int, work: Work
+        self, request: Request, ending: Ending, done: Done | None, now_ns: int, work: Work, adopted_ns: int = 0
     ) -> dict[str, Any] | None:
-        """Return the fields of the line of a request that ended; None if it ended before. `work`: of its lane."""
+        """Return the fields of the line of a request that ended; None if it ended before. `work`: of its lane.
+
+        `adopted_ns`: when the scheduler last took up a request with its flag.
+        """
         trace = self._traces.pop(request.key, None)
         if trace is None:
             return None
-        line = trace.fields(request, ending, done, self._block_bytes, now_ns, work)
+        line = trace.fields(request, ending, done, self._block_bytes, now_ns, work, adopted_ns)
         self.recent.append((now_ns, line))
         return line

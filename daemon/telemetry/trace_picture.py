@@ -118,7 +118,7 @@ def picture(record: Record) -> list[str]:
 
 
 def sentence(record: Record) -> str:
-    return _told(record) + _verdict(record) + _announced(record)
+    return _told(record) + _verdict(record) + _early(record) + _announced(record)
 
 
 def _told(record: Record) -> str:
@@ -197,6 +197,12 @@ def _verdict(record: Record) -> str:
         return ""
     blocks = "1 missing block" if missing == 1 else f"{missing} missing blocks"
     return f" It waited no longer for all: recomputing {blocks} would cost {number(cost)} ms."
+
+
+def _early(record: Record) -> str:
+    """Say by how much its hint came before the scheduler had it, where that is worth a word."""
+    adopted = amount(record, "adopted_ms")
+    return f" Its hint came {number(adopted)} ms before the scheduler had it." if adopted >= 1.0 else ""
 
 
 def _announced(record: Record) -> str:

@@ -16,7 +16,7 @@ from kvprefetch.daemon.store.errors import StoreError
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.flags import FlagTable, pack
-from kvprefetch.shmring.wire.records import FlagState
+from kvprefetch.shmring.wire.records import FlagState, Outcome
 from tests.daemon.engine.epochs import SECOND_NS, Engine, block, give_back, later_weights, make_epoch
 from tests.support.catalogue import EVENTS
 from tests.support.engine_side import ONE_GROUP, EngineSide, Key
@@ -258,6 +258,9 @@ def test_an_early_hint_ends_by_the_daemons_own_deadline_unless_the_scheduler_has
     assert set(epoch.planner.requests) == {(0, 1), (2, 1), (3, 1)}
     assert epoch.channel.table.flag(1) == (1, FlagState.EXPIRED, 0)
     assert [line["outcome"] for _, line in epoch.traces.recent] == ["forsaken"]
+    engine.put((2, 1), FlagState.CANCELLED)
+    engine.done((2, 1), Outcome.ABORTED)
+    assert [line["adopted_ms"] is None for _, line in epoch.traces.recent] == [True, False]
     engine.put((1, 1), FlagState.FREE)  # the engine sees it, and uses the flag and its page again
     engine.hint([bytes([7]) * 32], key=(1, 2), early=True)
     assert (1, 2) in epoch.planner.requests

@@ -210,7 +210,8 @@ def test_what_another_part_counts_is_taken_over_and_does_not_fall() -> None:
 
 LINE = {
     "outcome": "loaded", "hint_blocks": 10, "local_blocks": 1, "found_blocks": 8, "loaded_blocks": 7,
-    "taken_back": 2, "hint_seen_ms": 1.0, "looked_up_ms": 3.0, "last_byte_ms": 21.0, "visited_ms": 11.0,
+    "taken_back": 2, "adopted_ms": 30.0, "hint_seen_ms": 1.0, "looked_up_ms": 3.0, "last_byte_ms": 21.0,
+    "visited_ms": 11.0,
     "claimed_ms": 22.0, "exposed_ms": 11.0, "unseen_ms": 1.0, "hidden_fraction": 0.45,
 }  # fmt: skip
 ABORTED = {"outcome": "aborted", "loaded_blocks": 0, "exposed_ms": 0.0, "unseen_ms": 0.0, "taken_back": 0}
@@ -232,6 +233,7 @@ def test_counters_take_a_request_in() -> None:
         ("exposed_wait_seconds", {"outcome": "other"}, 2, 0.0),
         ("ready_to_seen_seconds", {}, 2, 0.002),
         ("look_up_seconds", {}, 4, 0.008),
+        ("early_seconds", {}, 4, 0.12),
     ):
         assert sample(made, f"{name}_count", **labels) == count
         assert sample(made, f"{name}_sum", **labels) == pytest.approx(sum_s)

@@ -20,6 +20,16 @@ def hint(blocks: int = 4, local: int = 0) -> Hint:
     return Hint(0, 1, "r", blocks, local, 0, 1500, 1 * MS, 32, b"", [0])
 
 
+@pytest.mark.parametrize(("early", "adopted", "told"), [(True, 25, 24.0), (True, 0, None), (False, 25, None)])
+def test_an_early_hint_is_so_long_before_the_scheduler_has_its_request(
+    early: bool, adopted: int, told: float | None
+) -> None:
+    """A word of an earlier use of the flag says nothing."""
+    trace, request = Trace(hint()._replace(early=early), 2 * MS), request_of(0, range(4))
+    line = trace.fields(request, Ending.ABORTED, None, 1, 50 * MS, Work(), adopted * MS)
+    assert line["adopted_ms"] == told
+
+
 @pytest.mark.parametrize(
     ("asked", "waited", "claimed", "ended", "exposed", "hidden"),
     [

@@ -24,7 +24,7 @@ LINE: dict[str, Any] = {
     "engine": "3f2a91c04d11", "epoch": 5, "request_id": "cmpl-7", "outcome": "loaded", "prompt_tokens": 2081,
     "hint_blocks": 65, "local_blocks": 2, "found_blocks": 64, "loaded_blocks": 62, "kv_groups": 1,
     "bytes": 8126464, "bytes_disk": 0, "bytes_memory": 8126464, "taken_back": 0,
-    "store_unavailable": False, "arrived_ms": 0.0, "hint_seen_ms": 0.21,
+    "store_unavailable": False, "arrived_ms": 0.0, "adopted_ms": 0.4, "hint_seen_ms": 0.21,
     "looked_up_ms": 1.32, "first_byte_ms": 14.1, "last_byte_ms": 96.4, "visited_ms": 71.0, "claimed_ms": 97.2,
     "loaded_ms": 99.9, "ended_ms": 100.4, "exposed_ms": 26.2, "unseen_ms": 0.8,
     "missing_blocks": 0, "recompute_ms": None, "spared_ms": None,
@@ -108,6 +108,11 @@ def test_the_line_used_here_is_one_that_the_daemon_could_write() -> None:
             "5.00 ms after the scheduler had asked. The scheduler came back after 812 ms, when its step had ended: the "
             "request waited for the engine, not for the store. It was announced 184 ms before it arrived: 719 of 720 "
             "blocks were there.",
+        ),
+        (
+            {"adopted_ms": 24.0, "exposed_ms": 0.0},
+            "The scheduler did not wait: look-up and transfer took 96.2 ms of the 71.0 ms that it queued in the "
+            "engine. Its hint came 24.0 ms before the scheduler had it.",
         ),
         (
             {"visited_ms": 90.0, "claimed_ms": 300.0, "loaded_ms": 310.0, "exposed_ms": 210.0, "unseen_ms": 203.6},
