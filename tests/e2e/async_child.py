@@ -30,7 +30,7 @@ async def _serve(engine_args: dict[str, Any], starts: int) -> None:
         sampling = SamplingParams(max_tokens=1, detokenize=False)
         async for _ in engine.generate({"prompt_token_ids": [*range(9, 80)]}, sampling, f"request-{number}"):
             pass
-        print("served", flush=True)
+        os.write(1, b"\nserved\n")  # at once: the engine core's log may be in the middle of a line
         await asyncio.to_thread(sys.stdin.readline)
         engine.shutdown()
 

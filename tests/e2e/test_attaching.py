@@ -43,7 +43,7 @@ def attached_starts(model: Path, tmp_path: Path, starts: int) -> None:
         with child.stdin, child.stdout:
             try:
                 for number in range(1, starts + 1):
-                    while (line := child.stdout.readline()) and not line.endswith(b"served\n"):  # behind a log's prefix
+                    while (line := child.stdout.readline()) and line != b"served\n":
                         pass
                     assert line, process.tail(log)
                     what = f"start {number} of {starts}, attached"
