@@ -101,14 +101,41 @@ def test_a_hundred_thousand_requests_give_no_alarm(
     assert preempting(template, 1250, 120, 10, num_gpu_blocks=16, **options) > 100
 
 
+def case_options(case: str, folder: Path) -> dict[str, Any]:
+    options = {"num_gpu_blocks": 40, **CASES[case]}
+    if options.pop("drafter", False):
+        drafter = {"method": "eagle", "model": str(make_eagle(folder / "eagle")), "num_speculative_tokens": 3}
+        options["extra"] = {"speculative_config": drafter}
+    return options
+
+
+@pytest.mark.stress
 @pytest.mark.parametrize("case", CASES)
 def test_no_layout_gives_an_alarm(template: Template, tmp_path: Path, case: str) -> None:
     """Nor drafts that are rejected, nor ranks and stages, among the same disturbances."""
-    options = dict(CASES[case])
-    if options.pop("drafter", False):
-        drafter = {"method": "eagle", "model": str(make_eagle(tmp_path / "eagle")), "num_speculative_tokens": 3}
-        options["extra"] = {"speculative_config": drafter}
-    preempting(template, 40, **options)
+    preempting(template, 40, **case_options(case, tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_is_loaded_as_it_was_saved(site: Site, tmp_path: Path, case: str) -> None:
+    """With a real daemon and a real store: each block, layer, head and token, also among disturbed requests."""
+    options = case_options(case, tmp_path)
+    connector = bed_connector(site, f"bed-{case}")
+    engine = site.engine(bed.spec(connector=connector, **{**SMALL, **options}))
+    prompts = make_prompts(4, 400)
+    nothing_wrong(engine, prompts, engine.run(prompts, max_tokens=9).tokens)
+    site.fresh(engine)
+    again = engine.run(prompts, max_tokens=9)
+    nothing_wrong(engine, prompts, again.tokens)
+    assert min(again.cached_tokens) >= 256
+    site.fresh(engine)
+    disturbed(engine, 40, seed=3)
+    site.fresh(engine)
+    disturbed(engine, 40, seed=3)
+    counters = engine.call("tests.e2e.probes:counters")
+    assert counters["loads"] > 10
+    assert counters["failed_loads"] == 0
+    engine.stop()
 
 
 @pytest.mark.parametrize(("runner", "scheduling"), BOTH)
