@@ -62,8 +62,9 @@ class Leases:
 
     def __init__(self, lease_ns: int, requests: Mapping[Key, Request], sessions: Sessions) -> None:
         self._again_ns, self._requests, self._sessions = lease_ns // 2, requests, sessions
-        self._due: list[tuple[int, int, Request]] = []  # when, its number
-        self._ranked: list[tuple[Urgency, int, int, Request]] = []  # those that are due: since when, the next block
+        # By key alone: a request that ends leaves memory at once. When each is due, and its number.
+        self._due: list[tuple[int, int, Key]] = []
+        self._ranked: list[tuple[Urgency, int, int, Key]] = []  # those that are due: since when, the next block
         self._kept: list[tuple[int, int, bytes]] = []  # when, the number of its request, session
         # When each block was asked for. In a full row a block takes the place of that asked for longest ago.
         self._keys, self._asked_ns = np.zeros((ROWS, PLACES), np.uint64), np.zeros((ROWS, PLACES), np.int64)
@@ -78,7 +79,7 @@ class Leases:
 
     def wait(self, request: Request, asked_ns: int) -> None:
         """Ask for what this request waits for half a lease after it was asked for, again and again until it ends."""
-        heapq.heappush(self._due, (asked_ns + self._again_ns, request.sequence, request))
+        heapq.heappush(self._due, (asked_ns + self._again_ns, request.sequence, request.key))
 
     def keep(self, session: bytes, now_ns: int) -> None:
         """Ask for the prompt that this session just came with, and again until it is not likely to come any more."""
@@ -155,15 +156,17 @@ class Leases:
     def _of_request(self, most: int, now_ns: int) -> Part | None:
         """Return blocks that the most urgent request waits for, of those that are due."""
         while self._due and self._due[0][0] <= now_ns:
-            _, _, request = heapq.heappop(self._due)
-            heapq.heappush(self._ranked, (request.urgency, now_ns, 0, request))
+            _, number, key = heapq.heappop(self._due)
+            if (found := self._requests.get(key)) is not None and found.sequence == number:
+                heapq.heappush(self._ranked, (found.urgency, now_ns, 0, key))
         while self._ranked:
-            urgency, since_ns, start, request = heapq.heappop(self._ranked)
-            if self._requests.get(request.key) is request:
+            urgency, since_ns, start, key = heapq.heappop(self._ranked)
+            request = self._requests.get(key)
+            if request is not None and request.sequence == urgency[-1]:
                 since_ns, start = since_ns if start else now_ns, max(start, request.issued)
                 stop = min(start + most, request.limit) if request.wants_work else start
                 if start < stop:
-                    heapq.heappush(self._ranked, (urgency, since_ns, stop, request))
+                    heapq.heappush(self._ranked, (urgency, since_ns, stop, key))
                     return Part(request.digests(start, stop), self._resets, request=request, start=start)
                 self.wait(request, since_ns)
         return None

@@ -42,7 +42,7 @@ def shortages(config: DaemonConfig) -> Iterator[Shortage]:
         yield Shortage("cores", what, f"allow this process at least {MIN_CORES} cores")
     addresses, least = machine.address_bytes(), _MIN_ADDRESS_BYTES + wanted_bytes(config)
     if addresses is not None and addresses < least:
-        what = f"too little may be mapped (RLIMIT_AS): bytes={whole_mib(addresses)} min={whole_mib(least)}"
+        what = f"too little may be mapped (RLIMIT_AS, ulimit -v): bytes={whole_mib(addresses)} min={whole_mib(least)}"
         yield Shortage("limits", what, "LimitAS=infinity, or ulimit -v unlimited")
     if (threads := machine.startable_threads(MIN_THREADS)) < MIN_THREADS:
         what = (
