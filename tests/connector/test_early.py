@@ -259,6 +259,13 @@ def test_the_engine_core_hands_requests_over_as_they_come(monkeypatch: pytest.Mo
         assert EngineCore.preprocess_add_request(core, request) == (request, 7), "whatever we do"
 
 
+def test_a_child_of_vllms_multiconnector_hints_early(make: Make) -> None:
+    engine = make(multi=True)
+    request = engine.request("r", 4 * BLOCK)
+    early.hand_over(engine.scheduler.connector, request)
+    assert list(engine.side.early.waiting) == [request]
+
+
 def test_a_vllm_that_does_not_hand_them_over_is_served_as_before(
     monkeypatch: pytest.MonkeyPatch, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
