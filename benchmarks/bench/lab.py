@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 # Requests and output tokens that measure the machine's pace.
 PACE_REQUESTS, PACE_TOKENS, WARM_UP = 10, 60, 4
 PASS_S = 240
+WITHOUT = "the engine goes on without it"  # the connector logs it where one of its hooks raises
 VAIN_MS = 400  # what is announced in vain is fetched by then, and takes no room any more
 
 
@@ -159,6 +160,8 @@ class Lab:
         served.link_bytes = int(link_bytes) if self.limited_link else None
         served.load = round(os.getloadavg()[0], 2)
         if variants.ours(variant):
+            if WITHOUT in "".join(engine.log.read_text(errors="replace") for engine in engines):
+                raise EngineError(f"{variant}: a hook of the connector failed; rebuild the extension (make lint)")
             served.daemon = Daemon()
             self._far.daemon.wait_record("request.done", count=lines + setting.requests, timeout_s=5)
             served.lines = self._far.daemon.records("request.done")[lines:]
