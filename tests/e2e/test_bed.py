@@ -98,7 +98,7 @@ def test_a_hundred_thousand_requests_give_no_alarm(
 ) -> None:
     """12,500 of each kind."""
     options = {"runner": runner, "scheduling": scheduling, "extra": {"enable_prefix_caching": caching}}
-    assert preempting(template, 1250, 120, 10, num_gpu_blocks=16, **options) > 100
+    assert preempting(template, 1250, 120, 10, num_gpu_blocks=16, max_model_len=256, **options) > 100
 
 
 def case_options(case: str, folder: Path) -> dict[str, Any]:

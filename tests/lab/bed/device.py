@@ -186,9 +186,8 @@ class Device:
             table.extend(more)
 
     def zero(self, blocks: Sequence[int]) -> None:
-        for group in self.groups:
-            for layer in group.layers:
-                layer.words[list(blocks)] = 0
+        for layer in (each for group in self.groups for each in group.layers):
+            layer.words[list(blocks)] = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -210,8 +209,7 @@ class Device:
         plan = Plan(work, self._reads(work), writes, self._copied_bytes(work))
         for each in work:
             each.request.fresh = False
-        self.counters["steps"] += 1
-        self.counters["computed_tokens"] += sum(scheduled.values())
+        self.counters.update(steps=1, computed_tokens=sum(scheduled.values()))
         return plan
 
     def run(self, plan: Plan, group: Group, layer: Layer) -> None:
@@ -342,7 +340,7 @@ class Device:
     def _slots(self, group: Group, work: list[Work], spans: list[tuple[int, Any, Any]]) -> Slots:
         if not spans:
             none = np.empty(0, dtype=np.int64)
-            return Slots(none, none, np.empty(0, dtype=np.uint64), none, none)
+            return Slots(none, none, none.astype(np.uint64), none, none)
         blocks = []
         for number, positions, _ in spans:
             table = np.asarray(work[number].request.blocks[group.number], dtype=np.int64)
