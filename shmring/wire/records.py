@@ -81,9 +81,9 @@ class Outcome(enum.IntEnum):
 
 
 # As Pusher.hint writes it (shmring/_ring.c); test_hint_in_c.py compares both.
-# version, early, hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt tokens, generation,
-# arrival ns, trace id and parent span id, digest of the session's id
-HINT_HEAD = struct.Struct("<BBHHHIIIiIQQ24s16s")
+# version (the byte behind it: early), hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt
+# tokens, generation, arrival ns, trace id and parent span id, digest of the session's id
+HINT_HEAD, EARLY_AT = struct.Struct("<BxHHHIIIiIQQ24s16s"), 1
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
 # version, outcome, flag, loaded from, loaded blocks, missing, generation; asked, waited, claimed, loaded and cost ns
@@ -196,7 +196,7 @@ def hint_bytes(digests: int, hash_bytes: int, items: int, request_id: str | None
 
 def decode_hint(payload: memoryview) -> Hint:
     """Parse a HINT record, whose engine may write to it meanwhile. Raises ProtocolError."""
-    _, early, hash_bytes, id_bytes, page_count, *numbers, trace, session = _unpack(HINT_HEAD, payload)
+    _, hash_bytes, id_bytes, page_count, *numbers, trace, session = _unpack(HINT_HEAD, payload)
     flag, blocks, local, priority, tokens, generation, arrival = numbers
     pages_at = HINT_HEAD.size + id_bytes
     hashes_at = pages_at + 4 * page_count
@@ -211,7 +211,7 @@ def decode_hint(payload: memoryview) -> Hint:
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = bytes(payload[hashes_at:])
     place = flag, generation, name, blocks, local, priority, tokens, arrival
-    return Hint(*place, hash_bytes, hashes, pages, trace, session, bool(early))
+    return Hint(*place, hash_bytes, hashes, pages, trace, session, bool(payload[EARLY_AT]))
 
 
 def encode_ask(ask: Ask) -> bytes:

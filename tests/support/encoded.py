@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import struct
 
-from kvprefetch.shmring.wire.records import HINT_HEAD, MAX_REQUEST_ID_BYTES, PROTOCOL, Hint
+from kvprefetch.shmring.wire.records import EARLY_AT, HINT_HEAD, MAX_REQUEST_ID_BYTES, PROTOCOL, Hint
 
 
 def encode_hint(hint: Hint) -> bytes:
     name = hint.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES]
-    head = HINT_HEAD.pack(
+    head = bytearray(HINT_HEAD.size)
+    HINT_HEAD.pack_into(
+        head,
+        0,
         PROTOCOL,
-        hint.early,
         hint.hash_bytes,
         len(name),
         len(hint.pages),
@@ -25,4 +27,5 @@ def encode_hint(hint: Hint) -> bytes:
         hint.trace,
         hint.session,
     )
+    head[EARLY_AT] = hint.early
     return b"".join((head, name, struct.pack(f"<{len(hint.pages)}I", *hint.pages), hint.hashes))

@@ -126,7 +126,6 @@ def hint_record(engine: Engine, *, blocks: int = 2, local: int = 0, name: bytes 
     pages = list(engine.flags.lent(index))
     head = records.HINT_HEAD.pack(
         records.PROTOCOL,
-        False,  # early
         32,
         len(name),
         len(pages),
