@@ -105,7 +105,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side = side
             self.link = link
             link.start()
-            if self._settings.hint_on_arrival and self._geometry.loads and not early.install():
+            if side.early.allowed and not early.install():
                 log.warning("kvprefetch: %s", compat.NOT_EARLY)
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

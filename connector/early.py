@@ -46,7 +46,7 @@ class Early(NamedTuple):
 
 
 class EarlyHints:
-    """The hints of the input thread, by request: an id may be used again."""
+    """The hints of the input thread, by request: an id may be used again. `allowed`: whether any may leave there."""
 
     def __init__(
         self,
@@ -55,8 +55,11 @@ class EarlyHints:
         resets: Resets,
         claims: Claims,
         now_ns: Callable[[], int],
+        *,
+        allowed: bool,
     ) -> None:
         self._geometry, self._link, self._resets, self._claims, self._now_ns = geometry, link, resets, claims, now_ns
+        self.allowed = allowed
         self.cache = LocalCache()
         self.waiting: dict[Any, Early] = {}
 
@@ -65,7 +68,7 @@ class EarlyHints:
     def hint(self, request: Any) -> None:
         """Hint at a request that the scheduler will get. What this raises costs the hint and nothing else."""
         link, generation, own = self._link, self._resets.generation, NO_HINTS
-        session = link.session
+        session = link.session if self.allowed else None
         if session is None or link.confirmed_reset < generation or request.lora_request is not None:
             return
         if request.resumable or request.prompt_is_token_ids is not None or request.skip_reading_prefix_cache:

@@ -87,7 +87,8 @@ class SchedulerSide:
         self.slack = self.claims.slack = Slack(
             self.steps, self.requests, self.running, allowed=geometry.ahead and not geometry.lockstep
         )
-        self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns)
+        early = geometry.loads and config.hint_on_arrival
+        self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns, allowed=early)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()

@@ -65,6 +65,16 @@ def test_the_hint_leaves_at_once_and_the_scheduler_adopts_it() -> None:
     engine.side.finished(request)
 
 
+@pytest.mark.parametrize("without", [{"hint_on_arrival": False}, {"loads": False}], ids=["on demand", "saves alone"])
+def test_an_engine_whose_requests_are_not_hinted_at_arrival_hints_none_early(without: dict[str, Any]) -> None:
+    """Although another engine of the process has vLLM hand requests over."""
+    engine = Engine(**without)
+    come(engine, "r")
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+    assert engine.side.early.waiting == {}
+
+
 def test_a_reset_in_between_voids_it_and_the_scheduler_hints_again() -> None:
     engine = Engine()
     request = come(engine, "r")
