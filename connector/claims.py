@@ -111,19 +111,17 @@ class Claims:
         self,
         request: Any,
         digests: list[bytes],
-        local_blocks: int,
-        usable: int,
+        blocks: tuple[int, int],
         session: SchedulerSession,
-        now_ns: int,
+        at: tuple[int, bool],
         own: RequestHints,
-        *,
-        early: bool = False,
     ) -> Handle | None:
-        """Hint at `usable` blocks, of which the first ones are local. None when there is no flag or no room.
+        """Hint at the second number of blocks, of which the first number are local. None without a flag or room.
 
-        Without room the cost does not depend on the number of blocks.  It counts nothing: with `early`, the scheduler
-        does not have the request yet, and this is another thread.
+        Without room the cost does not depend on the number of blocks.  `at`: the time (ns), and whether that is early.
+        It counts nothing: early, the scheduler does not have the request yet, and this is another thread.
         """
+        (local_blocks, usable), (now_ns, early) = blocks, at
         headers, session_id = request.trace_headers, request.session_id or own.session_id
         handle: Handle | None = session.producer.hint(
             HINT,
@@ -166,7 +164,7 @@ class Claims:
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
         counted = local_blocks if state.counts_local or capped else 0
-        handle = self.push(state.request, digests, counted, state.usable, session, now_ns, own)
+        handle = self.push(state.request, digests, (counted, state.usable), session, (now_ns, False), own)
         if handle is None:
             self.drop(state, session)
             return False

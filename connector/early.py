@@ -83,7 +83,7 @@ class EarlyHints:
             return
         usable = min(usable, local + own.max_load_tokens // self._geometry.block_tokens)
         if local < usable and session.status(now := self._now_ns()) == ALIVE:
-            handle = self._claims.push(request, request.block_hashes, local, usable, session, now, own, early=True)
+            handle = self._claims.push(request, request.block_hashes, (local, usable), session, (now, True), own)
             if handle is not None:
                 self.waiting[request] = Early(handle, generation, now)
 

@@ -133,7 +133,7 @@ class SchedulerSide:
                     if own is not NO_HINTS:
                         usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
                     if local < usable:
-                        handle = claims.push(request, digests, local, usable, session, now, own)
+                        handle = claims.push(request, digests, (local, usable), session, (now, False), own)
                         if handle is None:
                             full = session
                         else:

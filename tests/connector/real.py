@@ -124,10 +124,14 @@ class PeerConnector(OtherConnector):
 
 @dataclass(frozen=True)
 class Options:
-    """The set-up of a RealEngine. `in_flight` steps are scheduled before the oldest one's output is processed."""
+    """The set-up of a RealEngine. `in_flight` steps are scheduled before the oldest one's output is processed.
+
+    Those are of asynchronous scheduling, or else of pipeline stages.
+    """
 
     ranks: int = 1
     in_flight: int = 1
+    asynchronous: bool = True
     blocks: int = 64
     seqs: int = 4
     budget: int = 256
@@ -312,7 +316,7 @@ class RealEngine:
         base = base_config(make_checkpoint(folder, TINY), MAX_MODEL_LEN)
         config = sized(base, BLOCK, given.blocks, given.ranks, given.seqs, given.budget)
         config.kv_events_config = None
-        config.scheduler_config.async_scheduling = given.in_flight > 1
+        config.scheduler_config.async_scheduling = given.in_flight > 1 and given.asynchronous
         # A clock that stands still must neither be spun on nor measured with.
         mine = connectors.ours(Path("/nowhere"), role=given.role, spin_us=0, idle_wait_us=0, **settings)
         if given.multi:

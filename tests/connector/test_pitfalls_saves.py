@@ -250,7 +250,8 @@ def test_p31_what_was_computed_on_an_unfilled_block_is_not_found_where_the_reque
     """Its table is gone by then; a later request that computes the unfilled blocks would go on with those behind."""
 
     def check() -> None:
-        engine = make(load_mode="sync", in_flight=in_flight, credits=range(32, 64), blocks=8, wait_timeout_ms=0)
+        options = {"in_flight": in_flight, "asynchronous": end != "preempted", "blocks": 8, "wait_timeout_ms": 0}
+        engine = make(load_mode="sync", credits=range(32, 64), **options)
         other = engine.add("other", BLOCK - 2, out=9)
         while other.num_computed_tokens < BLOCK - 1:
             engine.step()

@@ -176,7 +176,7 @@ def test_a_served_engine_hints_while_a_step_runs_and_loads_in_the_next(site: Sit
     """Requests come at any instant of a step of 50 ms; the scheduler has each when that step is over."""
     spec = bed.spec(preset=PRESETS["50-10"], connector=bed_connector(site, "bed-early"), num_gpu_blocks=400)
     prompts = make_prompts(12, 300)
-    outputs, arrivals_s = [60] + [2] * 11, [0.0] + [0.3 + 0.17 * number for number in range(11)]
+    outputs, arrivals_s = [150] + [2] * 11, [0.0] + [0.3 + 0.17 * number for number in range(11)]
     attached = len(site.daemon.records("engine.attached"))
     with Engine(spec.but(child="tests.lab.bed.served"), template=template) as engine:
         eventually(lambda: len(site.daemon.records("engine.attached")) > attached, 30.0, "an attached engine")
