@@ -15,7 +15,7 @@ ON_GPU  = PYTHONPATH=build/links:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFF
 
 # The quick tier: an environment of its own without vLLM, torch and Mooncake, and the tests that can do without.
 CHECK_VENV  ?= .venv-check
-CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/simulate/test_estimate.py tests/simulate/test_groups.py tests/simulate/test_real.py tests/bench \
+CHECK_TESTS ?= tests/kv tests/shmring tests/daemon tests/models tests/chart tests/bench \
 	tests/connector/test_config.py tests/connector/test_policy.py \
 	tests/test_docs.py tests/test_house.py tests/test_imports.py tests/test_operations.py tests/test_private.py tests/test_readme.py tests/test_site.py tests/install/test_release.py
 ROOM ?= daemon/planning
@@ -23,7 +23,7 @@ ROOM ?= daemon/planning
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup room check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-ring bench-engine-thread bench-daemon bench-agents bench-cuda simulate simulate-agents simulate-traces simulate-compare docs release clean
+.PHONY: help setup room check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-engine-thread bench-daemon bench-cuda docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,33 +104,14 @@ bench-served: setup ## served engines whose device has a modelled time, by load 
 bench-serve: setup ## a recorded trace through vllm serve: ARGS="conversation --data DIR" or "agents …" (root)
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
-bench-agents: setup ## sessions of coding agents in engines of one process, to rank wait policies: ARGS="--data DIR" (root)
-	@$(BIN)/python -m benchmarks.serve.agents --load 0.5 --out build/bench/agents-0.5 $(ARGS)
-	@$(BIN)/python -m benchmarks.serve.agents --load 0.7 --out build/bench/agents-0.7 $(ARGS)
-
 bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connector, and bells
 	@$(BIN)/python -m benchmarks.engine_thread $(ARGS)
-
-bench-ring: setup ## cost of one push, one poll and one wake-up
-	@$(BIN)/python -m benchmarks.ring $(ARGS)
 
 bench-daemon: setup ## keys and bytes a second of one daemon, and what is used up first (under four minutes)
 	@$(BIN)/python -m benchmarks.daemon $(ARGS)
 
 bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
 	@$(ON_GPU) -m benchmarks.cuda $(ARGS)
-
-simulate: setup ## planner and wait policies on 10^5 simulated requests per scenario (ARGS: --compare, --scenario)
-	@$(BIN)/python -m benchmarks.simulate $(ARGS)
-
-simulate-agents: setup ## wait policies on slices of the agents' trace, with the costs of the benchmark's engines: ARGS="--data DIR"
-	@$(BIN)/python -m benchmarks.simulate.slices $(ARGS)
-
-simulate-traces: setup ## recorded traces, unscaled, in the simulation: ARGS="conversation --data DIR"
-	@$(BIN)/python -m benchmarks.simulate.traces $(ARGS)
-
-simulate-compare: setup ## the simulation's prediction against a real engine, daemon and store under the same load
-	@$(BIN)/python -m benchmarks.simulate.real $(ARGS)
 
 WITH_PIP = $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 wheel: ## a wheel for this machine into dist/ (needs a C compiler)

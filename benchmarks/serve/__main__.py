@@ -17,7 +17,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from benchmarks.machine import command, machine
 from benchmarks.serve import trace
 from benchmarks.serve.server import KEPT, PREFIX, Server, columns, replay
 from benchmarks.serve.sessions import Line, of_requests, returning, staged_share
-from benchmarks.serve.trace import SHARED, TRACES
+from benchmarks.serve.trace import QUESTIONS, SHARED, TRACES
 from tests.lab import connectors, control, link, process
 from tests.lab.checkpoint import make_checkpoint
 from tests.lab.daemon import Daemon
@@ -51,11 +51,6 @@ PLACES = 4
 ROOM = 3  # of the longest requests fit the pool: with one, it has the engine for itself
 CAPACITY_REQUESTS = 60
 START_MIN = {"conversation": 30.0, "agents": 8.0}
-QUESTIONS = {
-    "conversation": "What does prefetch bring in Mooncake's conversations, through the HTTP server?",
-    "agents": "What does prefetch bring in sessions of coding agents, through the HTTP server?",
-    "sessions": "What does it bring if agents name their sessions, through the HTTP server?",
-}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -156,7 +151,7 @@ class Run:
             staging = f"{self._staging_bytes(size) >> 20}MiB"
             self._daemon = stack.enter_context(Daemon(mooncake_config=config, staging=staging))
             self.say(f"storing {len(self._stored)} prefixes, {size >> 20} MiB")
-            with self._server(self._spec.but(kv_transfer=connectors.upstream())) as server:
+            with Server(self._spec.but(kv_transfer=connectors.upstream()), dict(os.environ)) as server:
                 server.serve(self._stored, [1] * len(self._stored), 1)
                 if (there := self._store.wait_keys(wanted, timeout_s=60)) < wanted:
                     self._problem(f"the store took {there} of {wanted} blocks")
@@ -212,18 +207,15 @@ class Run:
         longest = 2 * self._spec.max_model_len * MODEL.kv_bytes_per_token
         return max(longest, stored_bytes) if self.live else max(64 << 20, stored_bytes // 2)
 
-    def _server(self, spec: EngineSpec) -> Any:
-        return Server(spec, dict(os.environ))
-
     @contextlib.contextmanager
-    def _serving(self, variant: str) -> Iterator[Any]:
+    def _serving(self, variant: str) -> Iterator[Server]:
         """A new server, warmed up; for the ideal with all that the store has in its own cache."""
         spec = self._roomy if variant == variants.LOCAL else self._spec
         transfer = variants.transfer(variant, self._daemon.socket)
         if self.live and variants.ours(variant):
             self._restore()
             transfer = {**(transfer or {}), "kv_role": "kv_both"}
-        with self._server(spec.but(kv_transfer=transfer)) as server:
+        with Server(spec.but(kv_transfer=transfer), dict(os.environ)) as server:
             if variant == variants.LOCAL:
                 server.serve(self._stored, [1] * len(self._stored), 1)
             warm = make_prompts(PLACES, self._spec.max_model_len // 2, vocab=MODEL.vocab, seed=99)
@@ -282,7 +274,7 @@ class Run:
         )
         return kept
 
-    def _replayed(self, server: Any, variant: str, pace: float) -> tuple[Served, list[str], dict[str, Any]]:
+    def _replayed(self, server: Server, variant: str, pace: float) -> tuple[Served, list[str], dict[str, Any]]:
         """Serve the trace; return what the pass gave, how requests are called, and what else the result keeps of it."""
         sessions = self.sessions if variant == variants.SESSIONS else []
         limit_s, out = 120 + 4 * self._slice.span_s * pace, self._folder / "out.json"
@@ -318,16 +310,8 @@ class Run:
         self.result["tokens"] = {"compared": compared, "different": different}
 
 
-def main(
-    argv: list[str] | None = None,
-    *,
-    make: type[Run] = Run,
-    defaults: Mapping[str, Any] | None = None,
-    ranks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda _: (),
-) -> int:
-    """Run a trace as `make` does; `ranks`: what else to say of the result."""
+def main(argv: list[str] | None = None) -> int:
     parser = arguments()
-    parser.set_defaults(**(defaults or {}))
     options = parser.parse_args(argv)
     where, tokens_per_hash, k = TRACES[options.trace]
     path = options.data / where
@@ -354,8 +338,8 @@ def main(
         calls, k=k, tokens_per_hash=tokens_per_hash, start_s=start_s, count=options.requests, longest=LONGEST
     )
     begun, at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    run = make(options, some)
-    piece = "sessions" if run.live and make is Run else options.trace
+    run = Run(options, some)
+    piece = "sessions" if run.live else options.trace
     result: dict[str, Any] = {
         "format": FORMAT,
         "piece": piece,
@@ -378,20 +362,15 @@ def main(
     finally:
         run.close()
     result |= {"seconds": round(time.monotonic() - begun, 1), "load_at_end": round(os.getloadavg()[0], 2), **run.result}
-    print("\n".join([*page.means(result), *page.reading(result), *ranks(result)]), flush=True)
+    print("\n".join([*page.means(result), *page.reading(result)]), flush=True)
     print(f"{piece}: {write(result, options.out)}", flush=True)
     if options.publish and not result["failed"]:
         print(f"{piece}: {write(result, PUBLISHED / result['begun'][:10])}", flush=True)
     return 1 if result["failed"] else 0
 
 
-def seeded(module: str) -> None:
-    """Begin anew as this module, with the seed of hashes on which prompts depend, and keys of vLLM's blocks."""
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        argv = [sys.executable, "-m", module, *sys.argv[1:]]
-        os.execve(sys.executable, argv, {**os.environ, "PYTHONHASHSEED": "0"})
-
-
 if __name__ == "__main__":
-    seeded("benchmarks.serve")
+    if os.environ.get("PYTHONHASHSEED") != "0":  # prompts depend on it, and keys of vLLM's blocks
+        argv = [sys.executable, "-m", "benchmarks.serve", *sys.argv[1:]]
+        os.execve(sys.executable, argv, {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main())

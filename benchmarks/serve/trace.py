@@ -15,6 +15,11 @@ TRACES = {  # where the trace lies under --data, tokens of a hash, and k
     "conversation": (Path("mooncake/conversation_trace.jsonl"), 512, 16),
     "agents": (Path("agents"), 64, 64),
 }
+QUESTIONS = {  # of the results by trace; of agents that name their sessions, too
+    "conversation": "What does prefetch bring in Mooncake's conversations, through the HTTP server?",
+    "agents": "What does prefetch bring in sessions of coding agents, through the HTTP server?",
+    "sessions": "What does it bring if agents name their sessions, through the HTTP server?",
+}
 SESSION_HASHES = 1 << 24  # numbers of an agent's session mean something in it alone
 TICK_S = 3.0  # Mooncake's recorder knew times to this
 LONGEST_PAUSE_S = 60.0  # between two calls of a session; longer ones are cut to this

@@ -1,4 +1,4 @@
-"""Recorded traces: scaled alike, with what an endless cache has, and repeated for the simulation."""
+"""Recorded traces: scaled alike, with what an endless cache has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.serve import trace
 from benchmarks.serve.trace import Call, Slice
-from benchmarks.simulate import traces
 
 
 def call(at_s: float, tokens: int, *hashes: int) -> Call:
@@ -87,18 +86,3 @@ def test_what_is_written_is_what_the_client_reads(tmp_path: Path) -> None:
     path = trace.write_timed(some().calls, tmp_path / "t.jsonl")
     first = json.loads(path.read_text().splitlines()[0])
     assert first == {"timestamp": 0.0, "input_length": 50, "output_length": 10, "hash_ids": [1, 2, 3, 4]}
-
-
-def test_copies_of_a_trace_share_no_block_and_come_behind_one_another() -> None:
-    made = list(traces.requests(CALLS, 64, 32, 7, 2.0))
-    assert [each.found for each in made[:5]] == [0, 4, 6, 0, 2]
-    assert [each.found for each in made[5:]] == [0, 4], "the copy's store is empty, too"
-    assert made[5].arrival_ns - made[0].arrival_ns == 2 * 41 * 10**9
-    assert made[5].digest(0) != made[0].digest(0)
-    assert made[1].digest(0) == made[0].digest(0)
-    assert made[0].blocks == 5, "170 tokens: of the sixth block one token must be computed"
-
-
-def test_without_the_trace_the_simulation_says_so_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert traces.main(["conversation", "--data", str(tmp_path)]) == 0
-    assert f"no trace here: {tmp_path}" in capsys.readouterr().err

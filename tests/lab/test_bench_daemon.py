@@ -1,4 +1,4 @@
-"""The benchmarks of the daemon's throughput run, on a store that takes no time."""
+"""The benchmark of the daemon's throughput runs, on a store that takes no time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 
 import pytest
 
-from benchmarks import daemon_life
 from benchmarks.daemon import Shape, run
 
 SHAPE = Shape(ranks=2, value_bytes=64 << 10, blocks=16)
@@ -23,9 +22,3 @@ def test_every_prompt_of_every_engine_is_fetched_and_counted(store: str) -> None
         assert each.hints_s > 0
         each.judge(memory_gb_s=10.0)
         assert each.used_up
-
-
-def test_a_hint_lives_on_one_thread() -> None:
-    seconds, calls = daemon_life.measure("cluster", SHAPE, 20)
-    assert seconds > 0
-    assert calls == 2, "a look-up, and a fetch of 2 MiB"
