@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.bench import page, plots
 from benchmarks.bench.pieces import PIECES
+from benchmarks.serve.trace import QUESTIONS
 from benchmarks.served import page as served_page
 from benchmarks.served.pieces import PIECES as SERVED
 from tests.lab.process import REPO
@@ -18,12 +19,9 @@ from tests.lab.process import REPO
 PAGE = REPO / "docs" / "BENCHMARKS.md"
 README = REPO / "README.md"
 PUBLISHED = REPO / "docs" / "benchmarks"
+SITE = REPO / "mkdocs.yml"
 BEGIN, END = "<!-- begin: python -m benchmarks.report -->", "<!-- end -->"
 PACED = "<!-- begin: python -m benchmarks.report, paced -->"
-TRACES = {
-    "agents": "`agents`: coding agents through the HTTP server (within the spread: two cores are too few)",
-    "conversation": "`conversation`: Mooncake's conversations through the HTTP server",
-}
 
 
 def published(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -53,18 +51,16 @@ def paced(days: dict[str, list[dict[str, Any]]]) -> str:
 def front(days: dict[str, list[dict[str, Any]]]) -> str:
     """README's table: machines whose time is modelled, or while none was run what two cores compute."""
     results = [result for _, result in newest(days)]
-    lines = page.heading(
-        "mean time to first token with kvprefetch, divided by that with …",
-        "vLLM's own Mooncake connector",
-        "kvprefetch on demand",
-    )
-    if rows := served_page.front(results):
-        return "\n".join([*lines, *rows, ""])
-    sweeps = [each for each in results if each["piece"] in PIECES]
-    lines += page.front("sweeps of an engine that two cores compute", sweeps)
-    for name, words in TRACES.items():
-        lines += page.front(words, [each for each in results if each["piece"] == name])
+    lines = served_page.front(results) or page.front([each for each in results if each["piece"] in PIECES])
     return "\n".join([*lines, ""])
+
+
+def navigation(text: str, folder: Path = PUBLISHED) -> str:
+    """mkdocs.yml with the days' pages and those beside them, the newest first."""
+    pages = sorted(folder.glob("*/*.md"), key=lambda each: each.name)
+    pages.sort(key=lambda each: each.parent.name, reverse=True)
+    lines = "".join(f"      - benchmarks/{each.parent.name}/{each.name}\n" for each in pages)
+    return re.sub(r"(?: +- benchmarks/[\w./-]+\n)+", lines, text, count=1)
 
 
 def details(results: list[dict[str, Any]], day: str) -> str:
@@ -76,7 +72,7 @@ def details(results: list[dict[str, Any]], day: str) -> str:
 
 def generated(days: dict[str, list[dict[str, Any]]]) -> str:
     """The part of docs/BENCHMARKS.md about engines that compute."""
-    results = [each for each in newest(days) if each[1]["piece"] not in SERVED]
+    results = [each for each in newest(days) if each[1]["piece"] in (*PIECES, *QUESTIONS)]
     if not results:
         return "No run of `make bench` has been published yet.\n"
     return "\n".join([*page.overview(results), ""])
@@ -105,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             plots.draw(plots.drawing(result), PUBLISHED / day / f"{result['piece']}.svg")
     PAGE.write_text(replaced(replaced(PAGE.read_text(), generated(days)), paced(days), PACED))
     README.write_text(replaced(README.read_text(), front(days)))
+    SITE.write_text(navigation(SITE.read_text()))
     print(f"{PAGE.relative_to(REPO)}: {len(newest(days))} pieces of {len(days)} days")
     return 0
 

@@ -140,18 +140,36 @@ def point_figures(point: Mapping[str, Any], block_bytes: int) -> dict[str, dict[
     }
 
 
-def paired_ratio(point: Mapping[str, Any], mine: str, other: str) -> Figure | None:
-    """The median over requests of the time to first token with `mine` over that with `other`, each the mean of rounds.
-
-    Least and greatest are the ends of its 95 % interval, by order statistics. None without passes of both.
-    """
+def _pairs(point: Mapping[str, Any], mine: str, other: str) -> list[tuple[float, float]]:
+    """Each request's time to first token with both, the mean of rounds; none without passes of both."""
     means = []
     for variant in (mine, other):
         rounds = [ttft_s(passed) for passed in point["passes"] if passed["variant"] == variant]
         means.append([statistics.fmean(times) for times in zip(*rounds, strict=True)])
-    if not all(means):
+    return list(zip(*means, strict=True)) if all(means) else []
+
+
+def mean_ratio(point: Mapping[str, Any], mine: str, other: str) -> Figure | None:
+    """The mean time to first token with `mine` over that with `other`.
+
+    Least and greatest are the ends of its 95 % interval over requests, each of which was served by both.
+    """
+    if not (pairs := _pairs(point, mine, other)):
         return None
-    ratios = sorted(us / they for us, they in zip(*means, strict=True))
+    us, they = (statistics.fmean(times) for times in zip(*pairs, strict=True))
+    squares = sum((mine_s - us / they * other_s) ** 2 for mine_s, other_s in pairs)
+    reach = 1.96 * math.sqrt(squares / len(pairs) / max(1, len(pairs) - 1)) / they
+    return Figure(us / they, us / they - reach, us / they + reach)
+
+
+def paired_ratio(point: Mapping[str, Any], mine: str, other: str) -> Figure | None:
+    """The median over requests of the time to first token with `mine` over that with `other`.
+
+    Least and greatest are the ends of its 95 % interval, by order statistics. None without passes of both.
+    """
+    if not (pairs := _pairs(point, mine, other)):
+        return None
+    ratios = sorted(us / they for us, they in pairs)
     half, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
     low, high = max(0, math.floor(half - reach)), min(len(ratios) - 1, math.ceil(half + reach))
     return Figure(statistics.median(ratios), ratios[low], ratios[high])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.bench.figures import FIGURES, Figure, point_figures
@@ -115,9 +115,10 @@ def overview(results: Iterable[tuple[str, Result]]) -> list[str]:
     return lines + hidden
 
 
-def front(words: str, results: Sequence[Result]) -> list[str]:
-    """A row of README: ours against upstream's connector and on demand, least to greatest mean of these pieces."""
-    cells = []
+def front(results: Sequence[Result]) -> list[str]:
+    """README's table without a modelled device: ours against others, least to greatest mean of these pieces."""
+    heads = ("vLLM's own Mooncake connector", "kvprefetch on demand")
+    lines, cells = heading("mean time to first token with kvprefetch, divided by that with …", *heads), []
     for other in ("upstream-async", ON_DEMAND):
         means = [
             statistics.geometric_mean(ratios)
@@ -125,7 +126,7 @@ def front(words: str, results: Sequence[Result]) -> list[str]:
             if (mine := _mine(each)) and not _comes_behind(each) and (ratios := _ratios(each, mine, other))
         ]
         cells.append(span(means) if means else "")
-    return [row(words, *cells)] if results else []
+    return [*lines, row("sweeps of an engine that two cores compute", *cells)]
 
 
 def over_points(ratios: Sequence[float], of: str = "") -> str:
@@ -204,11 +205,14 @@ def section(result: Result) -> list[str]:
     return [f"## {name}", "", result["question"], "", picture, "", *reading(result), "", f"[Raw]({name}.json).", ""]
 
 
-Table = Callable[[Result], "list[str] | None"]
+Table = Callable[[Result], "tuple[list[str], Collection[str]] | None"]
 
 
 def details(results: Sequence[Result], date: str, first: Table = lambda _: None) -> list[str]:
-    """The page of one day: all figures of all its pieces; `first`: the first table of those that have their own."""
+    """The page of one day: all figures of all its pieces.
+
+    `first`: the first table of those that have their own, and the figures in it, which the second one leaves out.
+    """
     lines = [
         f"# Benchmark of {date}",
         "",
@@ -218,11 +222,13 @@ def details(results: Sequence[Result], date: str, first: Table = lambda _: None)
     for result in results:
         lines += [*section(result), *[line for part in provenance(result) for line in (part, "")]]
         own = first(result)
-        lines += [] if _comes_behind(result) else [*(means(result) if own is None else own), ""]
+        table, shown = own or ([] if _comes_behind(result) else means(result), ())
+        lines += [*table, ""] if table else []
         columns = [
             name
             for name in FIGURES
-            if any(
+            if name not in shown
+            and any(
                 name in each
                 for point in result["points"]
                 for each in point_figures(point, result["block_bytes"]).values()

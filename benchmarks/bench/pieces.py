@@ -41,8 +41,6 @@ class Piece:
         return [(point, self.vary(base, point)) for point in points or (self.quick if quick else self.points)]
 
 
-DISK = 0.0  # the place of the slow disk on the axis of links
-
 PIECES = {
     piece.name: piece
     for piece in (
@@ -57,48 +55,6 @@ PIECES = {
             variants=(LOCAL, ON_DEMAND, "kvprefetch-wait"),
             rounds=2,
             logarithmic=True,
-        ),
-        Piece(
-            "link",
-            "How far may the store be?",
-            "link, Gbit/s; 0: the slow disk",
-            (0.1, 0.25, 1, 8, DISK),
-            (0.25, 1),
-            lambda base, at: base.but(far="disk", link_mbit=250) if at == DISK else base.but(link_mbit=1000 * at),
-            logarithmic=True,
-        ),
-        Piece(
-            "open",
-            "What does prefetch bring at which load?",
-            "rate of arrivals / capacity with all KV local",
-            (0.5, 0.7, 0.9, 1.1),
-            (0.5, 0.9),
-            lambda base, at: base.but(level=at),
-        ),
-        Piece(
-            "closed",
-            "What does prefetch bring with how many users?",
-            "users of a closed loop",
-            (1, 2, 3, 4, 8, 16),
-            (3, 8),
-            lambda base, at: base.but(arrivals="closed", level=at),
-        ),
-        Piece(
-            "burst",
-            "What does prefetch bring when requests come at once?",
-            "requests in a burst",
-            (2, 4, 8, 16),
-            (4,),
-            lambda base, at: base.but(arrivals="burst", level=at),
-        ),
-        Piece(
-            "output",
-            "Does the length of answers matter?",
-            "output tokens, mean",
-            (10, 40, 80, 160),
-            (10, 80),
-            lambda base, at: base.but(output_tokens=(round(0.75 * at), round(1.25 * at))),
-            Setting(link_mbit=250),
         ),
         Piece(
             "prompt",
@@ -117,14 +73,6 @@ PIECES = {
             (0, 0.5),
             lambda base, at: base.but(hit=at),
             Setting(requests=10, level=0.5),
-        ),
-        Piece(
-            "shared",
-            "What if prompts have a first part in common?",
-            "share of the prompt that eight requests have in common",
-            (0, 0.25, 0.5, 0.75),
-            (0, 0.5),
-            lambda base, at: base.but(shared=at),
         ),
         Piece(
             "pool",

@@ -1,4 +1,4 @@
-"""The pieces of `make bench-served`: machines by load, links by the length of a step, and hits. Pure."""
+"""The pieces of `make bench-served`: machines by load, links by the length of a step, arrivals and hits. Pure."""
 
 from __future__ import annotations
 
@@ -96,6 +96,30 @@ PIECES = {
             (EMPTY, 0.5),
             lambda base, at: fetching(base, 0.5).but(level=at),
             base(PRESETS["25-35"]).but(through="http"),
+        ),
+        _piece(
+            "users",
+            "What does prefetch bring with how many users?",
+            "users of a closed loop",
+            (16, 64),
+            lambda base, at: fetching(base.but(arrivals="closed", level=at), 0.5),
+            base(PRESETS["25-35"]),
+        ),
+        _piece(
+            "burst",
+            "What does prefetch bring when requests come at once?",
+            "requests in a burst",
+            (8, 32),
+            lambda base, at: fetching(base.but(arrivals="burst", level=at), 0.5),
+            base(PRESETS["25-35"]),
+        ),
+        _piece(
+            "output",
+            "Does the length of answers matter?",
+            "output tokens, mean",
+            (8, 128),
+            lambda base, at: fetching(base.but(output_tokens=(round(0.75 * at), round(1.25 * at))), 0.5),
+            base(PRESETS["25-35"]),
         ),
         _piece(
             "part",

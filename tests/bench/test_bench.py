@@ -24,8 +24,7 @@ def test_a_piece_runs_and_its_page_can_be_made(tmp_path: Path, far: str) -> None
     if far == "link" and (why_not := available()) is not None:
         pytest.skip(f"no limited link: {why_not}")
     argv = [
-        "closed",
-        "--quick",
+        *("pool", "--quick", "--points", "1"),
         "--variants",
         "local,recomputed,upstream-async,kvprefetch-wait",
         "--out",
@@ -40,7 +39,7 @@ def test_a_piece_runs_and_its_page_can_be_made(tmp_path: Path, far: str) -> None
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "closed.json").read_text())
+    result = json.loads((tmp_path / "pool.json").read_text())
     ran = ["local", "recomputed", *(["upstream-async"] if far == "link" else []), "kvprefetch-wait"]
     assert page.variants_of(result) == ran
     assert result["problems"] == []

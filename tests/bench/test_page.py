@@ -66,6 +66,8 @@ def test_the_page_is_what_the_published_results_say() -> None:
     ):
         text = page_.read_text()
         assert text == report.replaced(text, part, begin)
+    site = report.SITE.read_text()
+    assert site == report.navigation(site)
 
 
 @pytest.mark.parametrize("day", DAYS)
@@ -104,13 +106,15 @@ def test_details_name_all_that_a_reader_should_know() -> None:
 
 
 def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
-    for day, name in [("2026-01-01", name) for name in ("z", "open", "y", "hide", "x")] + [("2026-01-02", "open")]:
+    for day, name in [("2026-01-01", name) for name in ("pool", "retired", "hide", "agents")] + [
+        ("2026-01-02", "pool")
+    ]:
         (tmp_path / day).mkdir(exist_ok=True)
         (tmp_path / day / f"{name}.json").write_text(json.dumps(result(name, local=(0.1,))))
     text = report.generated(report.published(tmp_path))
-    assert re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE) == ["hide", "open", "x", "y", "z"]
-    assert "benchmarks/2026-01-02/README.md#open" in text
-    assert "benchmarks/2026-01-01/README.md#open" not in text
+    assert re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE) == ["hide", "pool", "agents"]
+    assert "benchmarks/2026-01-02/README.md#pool" in text
+    assert "benchmarks/2026-01-01/README.md#pool" not in text
 
 
 def test_another_figure_is_another_digest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ def test_a_piece_s_points_keep_the_proportions_of_its_machine(piece: Piece) -> N
     for at, setting in points:
         preset, pace = PRESETS[setting.preset], pace_of(setting)
         fetch_ms = 1e3 * pace.fetch_s
-        by_steps = {"fetch": at * preset.base_ms, "load": preset.base_ms / 2, "http": preset.base_ms / 2}
-        by_steps["common"] = preset.base_ms / 2
+        by_steps = dict.fromkeys(("load", "http", "common", "users", "burst", "output"), preset.base_ms / 2)
+        by_steps["fetch"] = at * preset.base_ms
         expected = by_steps.get(piece.name.split("-")[0], preset.fetch_ms(setting.hit_tokens))
         if piece.name != "part":
             assert fetch_ms == pytest.approx(expected, rel=1e-6)
@@ -94,15 +95,40 @@ def test_pairs_are_compared_request_by_request_with_an_interval() -> None:
     assert figures.paired_ratio(some["points"][0], "a", "c") is None
 
 
-def test_a_piece_s_pages_compare_each_variant_with_local_and_ours_with_on_demand() -> None:
+def test_the_ratio_of_means_has_an_interval_over_pairs() -> None:
+    """Pairs that are alike leave no doubt, however unlike the requests are."""
+    some = result("p", {"a": [1.2, 2.4, 3.6], "b": [1.0, 2.0, 3.0], "c": [1.0, 2.0, 4.0]})["points"][0]
+    equal, found = (figures.mean_ratio(some, mine, "b") for mine in ("a", "c"))
+    assert equal is not None
+    assert found is not None
+    assert (equal.low, equal.middle, equal.high) == pytest.approx((1.2, 1.2, 1.2))
+    # Squares of what c has more than 7/6 of b: 1/36 + 1/9 + 1/4 = 14/36.
+    assert found.high - found.middle == pytest.approx(1.96 * (14 / 36 / 6) ** 0.5 / 2)
+    assert figures.mean_ratio(some, "a", "d") is None
+
+
+def test_a_piece_s_pages_compare_each_variant_with_local_and_ours_with_all() -> None:
     times = {"local": [0.1], "upstream-async": [0.25], "kvprefetch-on-demand": [0.16], "kvprefetch": [0.12]}
     some = result("8b-h100", times, between_s=0.051)
-    mine = page.details(some)[-1]
-    assert mine.startswith("| 0.3 | 25 : 20 : 50 ms | kvprefetch | 120, 1.200 × |")
-    assert "| 0.75 |" in mine
-    assert "| 51, 1.020 × |" in mine
-    assert "| 1 | 1.20 | 1.20 | 0.48 | 0.75 | 1.02 | 1.00 | 0.0 |" in page.overview([("day", some)])[-1]
+    table, shown = page.details(some)
+    assert table[-1].startswith(
+        "| 0.3 | 25 : 20 : 50 ms | kvprefetch | 120 | 120, 1.200 × | 120, 1.200 × | 51, 1.020 × | 60, 1.000 × | "
+        "1.20 (1.20–1.20) | 0.48 (0.48–0.48) | 0.75 (0.75–0.75) | 64 | 0 | 1 | 0 |"
+    )
+    assert "cached_tokens" in shown
+    ours = "| 1.20 (1.20–1.20) | 0.48 (0.48–0.48) | 0.75 (0.75–0.75) | 1.00 | 1.20 | 1.02 | 1.00 | 0.0 |"
+    assert page.overview([("day", some)])[-1].endswith(f"| 0.3 | 25 : 20 : 50 ms {ours}")
     days = {"2026-01-01": [some]}
-    assert "| An 8B model on an H100, its time modelled, at 0.30 of its capacity | 0.48 | 0.75 |" in report.front(days)
+    row = "| An 8B model on an H100 | 0.3 | 25 : 20 : 50 ms | 100 |  | 250 | 160 | 120 | 1.20 (1.20–1.20) | 0.48"
+    assert row in report.front(days)
     assert "[8b-h100](benchmarks/2026-01-01/README.md#8b-h100)" in report.paced(days)
     assert "8b-h100" not in report.generated(days)
+
+
+def test_the_site_lists_a_new_day_first(tmp_path: Path) -> None:
+    for each in ("2026-01-01/README.md", "2026-01-01/gpu.md", "2026-01-02/README.md"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).touch()
+    text = "a\n      - benchmarks/2026-01-01/README.md\n      - b.md\n"
+    pages = [f"      - benchmarks/2026-01-0{each}" for each in ("2/README.md", "1/README.md", "1/gpu.md")]
+    assert report.navigation(text, tmp_path).splitlines() == ["a", *pages, "      - b.md"]

@@ -116,6 +116,6 @@ def test_each_piece_s_points_can_be_served(piece: pieces.Piece, quick: bool) -> 
 
 
 def test_unknown_pieces_are_named() -> None:
-    with pytest.raises(ValueError, match="no such piece: hid: choose from hide, link"):
+    with pytest.raises(ValueError, match="no such piece: hid: choose from hide, prompt"):
         pieces.chosen(["hid"])
     assert [each.name for each in pieces.chosen([])] == list(pieces.PIECES)
