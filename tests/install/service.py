@@ -46,7 +46,7 @@ def installed(released: Checkout, release: str = "") -> Iterator[tuple[EmptyRoot
         put_checkout(ROOT, root.path / CHECKOUT.lstrip("/"))
         released.put_dist(root.path / RELEASE.lstrip("/"))
         packages, install = blocks(PAGE, "root")
-        system = "systemd-sysv dbus libpam-systemd iproute2"
+        system = "systemd-sysv dbus libpam-systemd iproute2 logrotate"
         root.run(f"{packages}\napt-get install -y --no-install-recommends {system}", timeout_s=900)
         root.run(
             f"useradd --create-home engine\nuseradd stranger\npython3 -m venv {ENGINE}\n"

@@ -199,6 +199,44 @@ def test_the_journal_is_read_as_a_log_is(vm: Machine) -> None:
     assert vm.run("journalctl -u kvprefetchd -b -p warning -o cat | grep -c request.done || true") == "0\n"
 
 
+def test_a_log_in_files_is_rotated_while_it_is_followed_and_appended_to_by_a_restart(vm: Machine) -> None:
+    """`install-unit --logfile`, and Debian's own logrotate.service with a state that says a day is over."""
+    folder = "/var/log/kvprefetch"
+    log = f"{folder}/kvprefetchd.log"
+    vm.run("kvprefetchd install-unit --logfile\nsystemctl daemon-reload\nsystemctl restart kvprefetchd")
+    ready(vm)
+    assert log in vm.run("kvprefetchd status")
+    follower = vm.start(f"exec kvprefetchd tail -f --event request.done {log} > /tmp/followed")
+
+    def saved(name: str) -> None:
+        """A request's line is in the file that has the log's name now, and nowhere in the journal."""
+        assert vm.run(engine("save", name)) == FROM_MEMORY
+        vm.eventually(f"grep request-{name} {log}")
+
+    before = pid(vm)
+    saved("first")
+    vm.run("systemctl reload kvprefetchd")
+    saved("reloaded")
+    for number in range(1, 4):
+        state = f"""logrotate state -- version 2\n"{log}" 2020-1-1-0:0:0"""
+        vm.run(f"umask 077; echo '{state}' > /var/lib/logrotate/status\nsystemctl start logrotate")
+        saved(f"rotated-{number}")
+    assert vm.run(f"cd {folder}; ls").split() == [f"kvprefetchd.log{each}" for each in ("", ".1", ".2.gz", ".3.gz")]
+    assert vm.run(f"stat -c '%a %U:%G' {folder}/*") == "640 kvprefetch:kvprefetch\n" * 4
+    assert vm.run(f"cat {log}* | grep -c log.kept || true") == "0\n"
+    assert pid(vm) == before
+    vm.run("systemctl restart kvprefetchd")
+    ready(vm)
+    saved("restarted")
+    vm.run(f"grep request-rotated-3 {log}")
+    assert vm.run("journalctl -u kvprefetchd -b -o cat | grep -c request-first || true") == "0\n"
+    said = vm.eventually("grep -q request-restarted /tmp/followed && cat /tmp/followed")
+    Machine.end(follower)
+    found = re.findall(r"request\.done .* request-(\S+)", said)
+    assert [*dict.fromkeys(found)] == ["first", "reloaded", "rotated-1", "rotated-2", "rotated-3", "restarted"], said
+    vm.run(f"rm {folder}/*")
+
+
 @pytest.mark.parametrize("names", [(), ("gpu",), ("rdma",), ("cluster",), ("gpu", "rdma", "cluster")], ids=" ".join)
 def test_the_sandbox_denies_what_the_daemon_does_not_need(vm: Machine, names: tuple[str, ...]) -> None:
     """Each try is allowed for root outside. A drop-in opens what it is for, and nothing else."""

@@ -195,13 +195,12 @@ def renamed(log: Path, pid: int, count: int) -> None:
 
 
 def rotated(log: Path, pid: int, count: int) -> None:
-    """Let logrotate do it, by the file that install-unit writes, but for its user and the way to this daemon."""
+    """Let logrotate do it, by the file that install-unit writes, but for its owner and the way to this daemon."""
     if shutil.which("logrotate") is None:
         pytest.skip("logrotate is not installed")
     text = (Path(__file__).parents[3] / "systemd/kvprefetchd.logrotate").read_text()
     for before, after in (
         ("/var/log/kvprefetch/*.log", str(log)),
-        ("    su kvprefetch kvprefetch\n", ""),
         (" kvprefetch kvprefetch\n", "\n"),
         ("systemctl reload kvprefetchd.service", f"kill -HUP {pid}"),
         ("    delaycompress\n", "    start 9\n    delaycompress\n"),
