@@ -12,15 +12,13 @@ import pytest
 
 from tests.install.conftest import Checkout
 from tests.lab import process
-from tests.support.empty_root import NO_COMPILER, EmptyRoot, missing
+from tests.support.empty_root import HOME, NO_COMPILER, SCRIPT, EmptyRoot, as_user, missing, without_network
 from tests.support.pages import ROOT, blocks, files, traces
 
 PAGE = "docs/install/venv.md"
-HOME, RELEASE, MODEL = "/home/somebody", "/home/somebody/release", "/srv/model"
-SCRIPT = "srv/script"  # the test's own
+RELEASE, MODEL = f"{HOME}/release", "/srv/model"
 # vLLM's caches, not ours.
 OF_VLLM = ("home/somebody/.cache", "home/somebody/.config/vllm", "home/somebody/.triton")
-AS_USER = f"HOME={HOME} setpriv --reuid=somebody --regid=somebody --init-groups bash -e /{SCRIPT}"
 # The environment that has vLLM: its build for CPUs, of the versions that the tests run against.
 VLLM = """
 python3 -m venv ~/vllm
@@ -51,7 +49,6 @@ def root(released: tuple[Checkout, str]) -> Iterator[EmptyRoot]:
         versions = dict(re.findall(r"^(TORCH|VLLM)=(.*)$", (ROOT / ".ci/setup").read_text(), re.MULTILINE))
         packages = f"{blocks(PAGE, 'root')[0]}\napt-get install -y --no-install-recommends iproute2"
         made.run(f"{packages}\n{NO_COMPILER}", timeout_s=900)
-        made.run(f"useradd --create-home somebody; chown -R somebody: {HOME}", timeout_s=60)
         made.run(as_user(VLLM.format(**versions)), timeout_s=1500)
         writing = [sys.executable, "-m", "tests.lab.checkpoint", str(made.path / MODEL.lstrip("/"))]
         subprocess.run(writing, cwd=ROOT, check=True, timeout=120)
@@ -61,24 +58,14 @@ def root(released: tuple[Checkout, str]) -> Iterator[EmptyRoot]:
         shutil.rmtree(folder)
 
 
-def as_user(script: str) -> str:
-    """The script as the user, in the folder of the release."""
-    return f"cat > /{SCRIPT} <<'END-OF-SCRIPT'\ncd {RELEASE}\n{script}\nEND-OF-SCRIPT\n{AS_USER}"
-
-
-def without_network(script: str) -> str:
-    """Ports are this script's own, whatever else runs on the machine."""
-    return f"exec unshare --net bash -e <<'END'\nip link set lo up\n{script}\nEND"
-
-
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 def test_a_user_serves_and_removes_it_again(root: EmptyRoot) -> None:
     """Two environments, a daemon, an engine that serves a request of which the daemon says a line, and nothing left."""
     before = files(root.path, RELEASE.lstrip("/"), SCRIPT, *OF_VLLM)
     install, *serve_and_remove = blocks(PAGE, "user")
-    root.run(as_user(install), timeout_s=600)
-    said = root.run(without_network(as_user("\n".join((MACHINE, *serve_and_remove, LEFT)))), timeout_s=600)
+    root.run(as_user(install, RELEASE), timeout_s=600)
+    said = root.run(without_network(as_user("\n".join((MACHINE, *serve_and_remove, LEFT)), RELEASE)), timeout_s=600)
     assert re.search(r"^ready: pid \d+, mode on", said, re.MULTILINE), said
     assert '"object":"text_completion"' in said
     assert re.search(r"request\.done .* miss: 0 of \d+ blocks", said), said

@@ -1,4 +1,4 @@
-"""Makes an empty Debian root with mmdebstrap and runs scripts in it, to try an installation.
+"""Makes an empty root and runs scripts in it, to try an installation: Debian's, or with this machine's programs alone.
 
 A script runs in mount and process namespaces of its own: it mounts nothing on this machine, and all its processes end
 with it. apt and pip get this machine's settings (sources, keys, proxies, indexes), to reach their registries.
@@ -22,6 +22,8 @@ FILES = ("etc/apt/auth.conf", "etc/resolv.conf", "etc/hosts")
 # The part of apt's configuration that says how to reach a source.
 APT_OPTION = re.compile(r"^Acquire::(https?::|Check-|Retries|ForceIPv).* \"[^\"]+\";$")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+USER, HOME = "somebody", "/home/somebody"
+SCRIPT = "srv/script"  # what the user runs
 NO_COMPILER = "if command -v cc gcc; then exit 1; fi"
 # $1: the root; $2: the script in it; then the folders to show in it, read-only.
 ENTER = """
@@ -91,12 +93,81 @@ def put_checkout(checkout: Path, folder: Path) -> None:
             shutil.copy(checkout / name, target)
 
 
-class EmptyRoot:
+def as_user(script: str, folder: str = HOME) -> str:
+    """The script as an ordinary user, who gets an account and a home, and all that root put into the home."""
+    return f"""
+id -u {USER} >/dev/null 2>&1 || useradd --user-group --shell /bin/bash --home-dir {HOME} {USER}
+mkdir -p {HOME}; chown -R {USER}: {HOME}
+cat > /{SCRIPT} <<'END-OF-SCRIPT'
+cd {folder}
+{script}
+END-OF-SCRIPT
+HOME={HOME} setpriv --reuid={USER} --regid={USER} --init-groups bash -e /{SCRIPT}"""
+
+
+def without_network(script: str) -> str:
+    """Ports are this script's own, whatever else runs on the machine."""
+    return f"exec unshare --net bash -e <<'END'\nip link set lo up\n{script}\nEND"
+
+
+class Root:
+    """A folder in which scripts run as in a machine's `/`, with these folders of the machine shown in it."""
+
+    def __init__(self, path: Path, *shown: str | Path) -> None:
+        self.path = path
+        self._shown = [*dict.fromkeys(map(str, shown))]
+
+    def run(self, script: str, *, timeout_s: float) -> str:
+        """Run a bash script as root and return its output; raise AssertionError when it fails or takes longer."""
+        (self.path / "script").write_text(script)
+        log = self.path.with_suffix(".log")
+        log.write_bytes(b"")
+        inside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "DO_NOT_TRACK": "1"}
+        # `spawn` needs the environment of these sources; the script gets one of its own.
+        command = ["env", "-i", *(f"{name}={value}" for name, value in inside.items())]
+        command += [f"{name}={os.environ[name]}" for name in PROXIES if name in os.environ]
+        command += ["nice", "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
+        child = process.spawn([*command, str(self.path), "/script", *self._shown], log=log)
+        try:
+            status: object = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = f"none: still running after {timeout_s} s"
+        finally:
+            process.reap(child)
+        said = log.read_text(errors="replace")
+        assert status == 0, f"exit status {status}\n" + "\n".join(said.splitlines()[-200:])
+        return said
+
+    def remove(self) -> None:
+        """Remove the root; fail while anything is mounted below."""
+        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        below = [place for place in mounted if Path(place).is_relative_to(self.path)]
+        assert not below, f"still mounted: {below}"
+        shutil.rmtree(self.path)
+        self.path.with_suffix(".log").unlink(missing_ok=True)
+
+
+class ProgramsRoot(Root):
+    """This machine's programs and nothing else of it, nor the network: made in a moment."""
+
+    def __init__(self, path: Path, *shown: str | Path) -> None:
+        super().__init__(path, "/usr", sys.base_prefix, *shown)
+        for name in ("etc", "proc", "sys", "dev", "tmp", "run", "srv", "root", "home"):
+            (path / name).mkdir(parents=True)
+        (path / "tmp").chmod(0o1777)
+        for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+            if Path("/", name).is_symlink():
+                (path / name).symlink_to(Path("/", name).readlink())
+        for name in ("passwd", "group", "nsswitch.conf", "ld.so.cache", "hosts"):
+            shutil.copy(Path("/etc", name), path / "etc")
+        shutil.copytree("/etc/alternatives", path / "etc/alternatives", symlinks=True)
+
+
+class EmptyRoot(Root):
     """Debian's essential packages and apt in `path`, of this machine's release or of another one."""
 
     def __init__(self, path: Path, release: str = "") -> None:
-        self.path = path
-        self._indexes: list[str] = []  # folders that pip's configuration names
+        super().__init__(path)  # and the folders that pip's configuration names
         ours = platform.freedesktop_os_release()["VERSION_CODENAME"]
         sources = [
             each
@@ -136,37 +207,8 @@ class EmptyRoot:
             settings[name.rpartition(".")[2]] = text = str(ast.literal_eval(value))
             for scheme, place in re.findall(r"(file://)?(/\S+)", text):
                 if Path(place).is_dir():  # the pages of an index link to files beside it
-                    self._indexes.append(str(Path(place).parent) if scheme else place)
+                    self._shown.append(str(Path(place).parent) if scheme else place)
                 elif Path(place).is_file() and not place.startswith("/etc/ssl/"):  # apt installs those
                     self._copy(Path(place))
         lines = [f"{name} = {value}" for name, value in settings.items()]
         (self.path / "etc/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
-
-    def run(self, script: str, *, timeout_s: float) -> str:
-        """Run a bash script as root and return its output; raise AssertionError when it fails or takes longer."""
-        (self.path / "script").write_text(script)
-        log = self.path.with_suffix(".log")
-        log.write_bytes(b"")
-        inside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "DO_NOT_TRACK": "1"}
-        # `spawn` needs the environment of these sources; the script gets one of its own.
-        command = ["env", "-i", *(f"{name}={value}" for name, value in inside.items())]
-        command += [f"{name}={os.environ[name]}" for name in PROXIES if name in os.environ]
-        command += ["nice", "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
-        child = process.spawn([*command, str(self.path), "/script", *self._indexes], log=log)
-        try:
-            status: object = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = f"none: still running after {timeout_s} s"
-        finally:
-            process.reap(child)
-        said = log.read_text(errors="replace")
-        assert status == 0, f"exit status {status}\n" + "\n".join(said.splitlines()[-200:])
-        return said
-
-    def remove(self) -> None:
-        """Remove the root; fail while anything is mounted below."""
-        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        below = [place for place in mounted if Path(place).is_relative_to(self.path)]
-        assert not below, f"still mounted: {below}"
-        shutil.rmtree(self.path)
-        self.path.with_suffix(".log").unlink(missing_ok=True)
