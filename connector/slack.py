@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from .request_state import RequestState
 from .steps import StepTimes
 
-SHARE = 0.6
+SHARE = 0.75
 LAUNCH_NS = 2_000_000  # from the end of a pass to the launch of its step; the step under way ends later than that
 PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
 
