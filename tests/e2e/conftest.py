@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.lab import control
+from tests.lab.bed import engine as bed
+from tests.lab.bed import oracle
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
@@ -27,6 +29,7 @@ from tests.support.command import kvprefetchd
 from tests.support.waiting import eventually
 
 BLOCK = 32
+VOCAB = 2048
 # Tests that count hits: a fetch may take long on a machine with no core to spare.
 PATIENT = ("--call-timeout-ms", "60000")
 
@@ -56,6 +59,14 @@ class Site:
     def engine(self, spec: EngineSpec | None = None, **changes: Any) -> Engine:
         """Start an engine: of `spec`, or of :meth:`spec` with these changes."""
         return self.engines(spec or self.spec(**changes))
+
+    def bed(self, *, extra: dict[str, Any] | None = None, role: str = "kv_both", **changes: Any) -> Engine:
+        """Start an engine that computes nothing and checks each block: its tokens are `answers` while none is wrong.
+
+        It has a worker that no installed package has, and shares KV with other engines in vLLM's format alone.
+        """
+        transfer = ours(self.daemon.socket, role=role, **{"key_format": "vllm", **(extra or {})})
+        return self.engines(bed.spec(connector=transfer, **changes))
 
     def spec(self, *, extra: dict[str, Any] | None = None, role: str = "kv_both", **changes: Any) -> EngineSpec:
         spec = EngineSpec(model=self.model, kv_transfer=ours(self.daemon.socket, role=role, **(extra or {})))
@@ -164,6 +175,11 @@ def fingerprint(engine: Engine) -> dict[str, str]:
     said = re.findall(r"kvprefetch: stored KV is shared with engines that have all of this: (.*)", text)
     assert len(said) == 1, "\n".join(line for line in text.splitlines() if "kvprefetch" in line) or text
     return dict(part.split("=", 1) for part in said[0].split())
+
+
+def answers(prompts: Sequence[Sequence[int]], max_tokens: int = 32) -> list[list[int]]:
+    """The right tokens of an engine of the bed."""
+    return [oracle.answer(prompt, max_tokens, VOCAB) for prompt in prompts]
 
 
 def hits(prompts: Sequence[list[int]]) -> list[int]:

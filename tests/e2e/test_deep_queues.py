@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PATIENT, hits, served
+from tests.e2e.conftest import PATIENT, answers, hits, served
 from tests.e2e.deep import Pair, fill, finished, patient
+from tests.lab.bed import engine as bed
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine, EngineSpec
+from tests.lab.engine import Engine
 from tests.lab.passes import Abort
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
@@ -27,25 +26,11 @@ STAGED_BLOCKS = 18  # slots of the narrow daemon: two prompts of the queue, or o
 WAIT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Right:
-    """The tokens of the plain engine."""
-
-    queue: list[list[int]]
-    large: list[list[int]]
-    shared: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def right(plain: Engine) -> Right:
-    return Right(*(plain.run(prompts, max_tokens=8).tokens for prompts in (QUEUE, LARGE, SHARED)))
-
-
-@pytest.fixture(scope="module")
-def wide(model: Path, cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
+def wide(cluster: Store, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
     """Staging for everything at once, and everything in the store."""
     with Daemon(mooncake_config=cluster.config, staging="256MiB", extra=("--save-share", "0.75", *PATIENT)) as daemon:
-        engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
+        engine = engines(bed.spec(connector=patient(daemon, WAIT_S, key_format="vllm")))
         pair = Pair(engine, daemon, module_auditor, WAIT_S)
         fill(pair, cluster, QUEUE, LARGE, SHARED)
         yield pair
@@ -54,16 +39,13 @@ def wide(model: Path, cluster: Store, engines: Callable[..., Engine], module_aud
 
 
 @pytest.fixture(scope="module")
-def narrow(
-    model: Path, cluster: Store, wide: Pair, engines: Callable[..., Engine], module_auditor: Auditor
-) -> Iterator[Pair]:
+def narrow(cluster: Store, wide: Pair, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
     """Staging for two prompts of the queue, the scheduler that knows priorities, and a KV pool for six prompts."""
     slots = STAGED_BLOCKS * 4 // 3  # a quarter is for saves
     with Daemon(mooncake_config=cluster.config, staging=f"{slots * 64}KiB", extra=PATIENT) as daemon:
         engine = engines(
-            EngineSpec(
-                model=model,
-                kv_transfer=patient(daemon, WAIT_S),
+            bed.spec(
+                connector=patient(daemon, WAIT_S, key_format="vllm"),
                 scheduling_policy="priority",
                 max_model_len=1100,
                 num_gpu_blocks=64,
@@ -76,36 +58,36 @@ def narrow(
 
 
 @pytest.mark.shows("queues longer than staging")
-def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair, right: Right) -> None:
+def test_staging_for_two_with_two_hundred_waiting(cluster: Store, narrow: Pair) -> None:
     """All two hundred wait at once (the store stands still until they do); then each gets all of its blocks."""
     before = narrow.counters()
     assert before["slots"] == STAGED_BLOCKS
     with frozen(cluster.node_pid):
         narrow.begin(QUEUE, max_tokens=8)
         narrow.wait_requests(len(QUEUE))
-    served(narrow.finish(), right.queue, hits(QUEUE))
+    served(narrow.finish(), answers(QUEUE, 8), hits(QUEUE))
     fetched = narrow.counters()["fetched_blocks"] - before["fetched_blocks"]
     assert 9 * len(QUEUE) <= fetched <= 9 * len(QUEUE) * 5 // 4, "hardly a block is fetched twice"
 
 
-def test_a_prefix_shared_by_ninety_percent_through_staging_for_one(cluster: Store, narrow: Pair, right: Right) -> None:
+def test_a_prefix_shared_by_ninety_percent_through_staging_for_one(cluster: Store, narrow: Pair) -> None:
     """Room for one request of forty: the blocks they share stay, those of their own come and go."""
     before = narrow.counters()["fetched_blocks"]
     with frozen(cluster.node_pid):
         narrow.begin(SHARED, max_tokens=8)
         narrow.wait_requests(len(SHARED))
-    served(narrow.finish(), right.shared, hits(SHARED))
+    served(narrow.finish(), answers(SHARED, 8), hits(SHARED))
     assert narrow.counters()["fetched_blocks"] - before <= 2 * SHARED_BLOCKS, "the shared blocks are fetched once"
 
 
-def test_a_request_larger_than_staging_gets_what_fits(narrow: Pair, right: Right) -> None:
+def test_a_request_larger_than_staging_gets_what_fits(narrow: Pair) -> None:
     result = narrow.run(LARGE, max_tokens=8)
     assert finished(result)
-    assert result.tokens == right.large
+    assert result.tokens == answers(LARGE, 8)
     assert min(result.cached_tokens) > 0
 
 
-def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, right: Right) -> None:
+def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair) -> None:
     """Urgent requests arrive last, when fetches for others are under way: they are served next, data included."""
     count, urgent = 60, range(50, 60)
     priorities = [0 if index in urgent else 10 for index in range(count)]
@@ -113,14 +95,14 @@ def test_urgent_requests_overtake_a_full_queue(cluster: Store, narrow: Pair, rig
     with frozen(cluster.node_pid):
         narrow.begin(QUEUE[:count], max_tokens=8, priorities=priorities, arrivals_s=arrivals)
         narrow.wait_requests(count)
-    result = served(narrow.finish(), right.queue[:count], hits(QUEUE[:count]))
+    result = served(narrow.finish(), answers(QUEUE[:count], 8), hits(QUEUE[:count]))
     last = max(result.requests[index].first_token_s or 0.0 for index in urgent)
     before = [index for index in range(50) if (result.requests[index].first_token_s or 0.0) < last]
     assert len(before) <= 8, "only requests that were under way when they arrived, or ran beside them"
 
 
 @pytest.mark.shows("aborts")
-def test_an_abort_storm_leaves_the_others_right_and_nothing_held(cluster: Store, narrow: Pair, right: Right) -> None:
+def test_an_abort_storm_leaves_the_others_right_and_nothing_held(cluster: Store, narrow: Pair) -> None:
     """While the store stands still until only the others are left; `test_lifecycle.py` aborts while it serves."""
     survivors = range(0, len(QUEUE), 8)
     aborts = [Abort(index, after_steps=index * 7 % 40) for index in range(len(QUEUE)) if index not in survivors]
@@ -134,4 +116,4 @@ def test_an_abort_storm_leaves_the_others_right_and_nothing_held(cluster: Store,
     assert not set(aborted) & set(survivors)
     for index in set(range(len(QUEUE))) - set(aborted):
         assert result.requests[index].finish_reason == "length"
-        assert result.tokens[index] == right.queue[index]
+        assert result.tokens[index] == answers(QUEUE, 8)[index]

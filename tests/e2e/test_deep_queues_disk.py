@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PATIENT, wait_attached, whole_blocks
+from tests.e2e.conftest import PATIENT, answers, wait_attached, whole_blocks
 from tests.e2e.deep import Pair, finished, patient, traces, wishing
+from tests.lab.bed import engine as bed
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine, EngineSpec
+from tests.lab.engine import Engine
 from tests.lab.prompts import make_prompts
 from tests.lab.slow_disk import SlowDisk, available
 from tests.support.auditor import Auditor
@@ -37,15 +38,6 @@ EXTRA = ("--save-share", "0.5", "--chunk", "256KiB", *PATIENT)
 pytestmark = pytest.mark.stress  # minutes of a slow disk; what stays behind it is in tests/daemon/planning
 
 
-Right = Callable[[list[list[int]]], list[list[int]]]
-
-
-@pytest.fixture(scope="module")
-def right(plain: Engine) -> Right:
-    """right(prompts): the tokens of the plain engine."""
-    return lambda prompts: plain.run(prompts, max_tokens=8).tokens
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("disk")
@@ -55,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, folder: Path, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
+def pair(folder: Path, engines: Callable[..., Engine], module_auditor: Auditor) -> Iterator[Pair]:
     with Daemon(memory="64MiB", disk=f"{folder}:256MiB", staging="64MiB", extra=EXTRA) as daemon:
-        engine = engines(EngineSpec(model=model, kv_transfer=patient(daemon, WAIT_S)))
+        engine = engines(bed.spec(connector=patient(daemon, WAIT_S, key_format="vllm")))
         pair = Pair(engine, daemon, module_auditor, WAIT_S)
         pair.run(ON_DISK, max_tokens=1)
         assert daemon.sigterm(60) == 0
@@ -70,13 +62,13 @@ def pair(model: Path, folder: Path, engines: Callable[..., Engine], module_audit
         assert daemon.sigterm(60) == 0
 
 
-def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right: Right) -> None:
+def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path) -> None:
     """The prompts on disk arrive first; those in memory have a first token before the disk has done half its work."""
     with SlowDisk(folder, OPEN_S) as disk:
         result = pair.run(SLOW, max_tokens=8)
         assert disk.opens > 8 * len(DISK), "the disk was slow for nearly all"
     assert finished(result)
-    assert result.tokens == right(SLOW)
+    assert result.tokens == answers(SLOW, 8)
     assert result.cached_tokens == [HIT] * len(SLOW)
     lines = traces(pair.daemon, result, range(len(SLOW)))
     assert sum(line["bytes_memory"] > 0 for line in lines) == len(SLOW) - len(DISK), "each lies where it should"
@@ -86,7 +78,7 @@ def test_memory_does_not_wait_behind_a_slow_disk(pair: Pair, folder: Path, right
     assert max(first_tokens[index] for index in range(len(DISK), len(SLOW))) < half
 
 
-def test_a_disk_that_hangs_takes_nobody_along(pair: Pair, folder: Path, right: Right) -> None:
+def test_a_disk_that_hangs_takes_nobody_along(pair: Pair, folder: Path) -> None:
     """A read from disk hangs: the requests that wait for it recompute in time, all others load all their blocks.
 
     Requests for blocks in memory arrive before and after the daemon's call for the disk has failed.
@@ -97,9 +89,9 @@ def test_a_disk_that_hangs_takes_nobody_along(pair: Pair, folder: Path, right: R
         brief.begin(HUNG, max_tokens=8, arrivals_s=arrivals, sampling=wishing(wait_timeout_ms=1000))
         during = brief.collect()
     assert finished(during)
-    assert during.tokens == right(HUNG)
+    assert during.tokens == answers(HUNG, 8)
     assert during.cached_tokens == [0] * len(DISK) + [HIT] * (len(HUNG) - len(DISK))
     again = time.monotonic()
     while (after := pair.run(HUNG, max_tokens=8)).cached_tokens != [HIT] * len(HUNG):
         assert time.monotonic() < again + 30, "the disk answers again, and what is on it is served again"
-    assert after.tokens == right(HUNG)
+    assert after.tokens == answers(HUNG, 8)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, At, abort_every_other, hits, served, wait_attached
+from tests.e2e.conftest import BLOCK, At, abort_every_other, answers, hits, served, wait_attached
+from tests.lab.bed import engine as bed
 from tests.lab.connectors import ours
 from tests.lab.daemon import Daemon
-from tests.lab.engine import Engine, EngineSpec
+from tests.lab.engine import Engine
 from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.support.auditor import SOCKETS, Auditor, ask_daemon
@@ -23,42 +24,38 @@ from tests.support.waiting import eventually
 
 PROMPTS = make_prompts(8, 300, seed=31)
 HITS = hits(PROMPTS)
+RIGHT = answers(PROMPTS)
 FILES = sum(HITS) // BLOCK
 
 
-@pytest.fixture(scope="module")
-def right(plain: Engine) -> list[list[int]]:
-    return plain.run(PROMPTS).tokens
-
-
 @pytest.mark.shows("daemon that stops, hangs and comes back")
-def test_the_daemon_may_come_late_stop_and_come_back(at: At, right: list[list[int]], tmp_path: Path) -> None:
+def test_the_daemon_may_come_late_stop_and_come_back(at: At, tmp_path: Path) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = Daemon(memory="64MiB", staging="32MiB", disk=disk)
     site = at(daemon)
-    engine = site.engines(site.spec(), attached=False)
-    assert engine.run(PROMPTS).tokens == right, "no daemon yet"
+    engine = site.engines(bed.spec(connector=ours(daemon.socket, key_format="vllm")), attached=False)
+    assert engine.run(PROMPTS).tokens == RIGHT, "no daemon yet"
     with daemon:
         wait_attached(engine)
         assert engine.reset_prefix_cache()
-        assert engine.run(PROMPTS).tokens == right, "saving"
+        assert engine.run(PROMPTS).tokens == RIGHT, "saving"
         site.fresh(engine)
-        served(engine.run(PROMPTS), right, HITS)
+        served(engine.run(PROMPTS), RIGHT, HITS)
         for end in ("sigterm", "sigkill"):
             if end == "sigkill":
                 # What has reached the disk is kept (docs/OPERATIONS.md).
                 eventually(lambda: len(list((tmp_path / "disk").rglob("*.meta"))) == FILES, what="the files")
             assert engine.reset_prefix_cache()
-            engine.begin(PROMPTS, max_tokens=64, concurrency=2)
+            engine.begin(PROMPTS, max_tokens=256, concurrency=2)
             engine.wait_event("first_token")
             getattr(daemon, end)()
             disturbed = engine.finish()
-            assert [tokens[:32] for tokens in disturbed.tokens] == right, end
+            assert disturbed.tokens == answers(PROMPTS, 256), end
             assert {request.finish_reason for request in disturbed.requests} == {"length"}
             daemon.start()
             wait_attached(engine)
             assert engine.reset_prefix_cache()
-            served(engine.run(PROMPTS), right, HITS)
+            served(engine.run(PROMPTS), RIGHT, HITS)
         site.assert_idle()
         eventually(lambda: staging_mapped(engine) <= 2, what="an idle engine with one ended staging at most")
         engine.stop()
@@ -77,16 +74,16 @@ def staging_mapped(engine: Engine) -> int:
 
 
 @pytest.mark.shows("aborts")
-def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int]]) -> None:
+def test_aborts_at_every_stage_leave_nothing_pinned(at: At) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)
         for load_mode in ("sync", "async"):
-            engine = site.engine(extra={"load_mode": load_mode})
+            engine = site.bed(extra={"load_mode": load_mode})
             engine.run(PROMPTS)
             site.assert_idle()
             for steps in range(4):
                 assert engine.reset_prefix_cache()
-                abort_every_other(engine, PROMPTS, right, steps)
+                abort_every_other(engine, PROMPTS, RIGHT, steps)
                 site.assert_idle()
             engine.stop()
 
@@ -96,33 +93,31 @@ def test_aborts_at_every_stage_leave_nothing_pinned(at: At, right: list[list[int
     "victim",
     ["scheduler", pytest.param("worker", marks=pytest.mark.stress)],  # test_faults kills one in the default run
 )
-def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, right: list[list[int]], victim: str) -> None:
+def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, victim: str) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)
-        survivor = site.engine()
+        survivor = site.bed()
         survivor.run(PROMPTS)
-        doomed = site.engine(own_worker=True)
+        doomed = site.bed(own_worker=True)
         doomed.begin(PROMPTS, max_tokens=200)
         doomed.wait_event("first_token")
         doomed.kill(worker_rank=0 if victim == "worker" else None)
         eventually(lambda: daemon.records("engine.detached"), 20, "the daemon's notice")
         assert survivor.reset_prefix_cache()
-        served(survivor.run(PROMPTS), right, HITS)
+        served(survivor.run(PROMPTS), RIGHT, HITS)
         site.assert_idle()
         doomed.stop()
         survivor.stop()
         assert daemon.sigterm(30) == 0
 
 
-def test_engines_start_their_daemon_and_it_ends_with_the_last_one(
-    model: Path, engines: Callable[..., Engine], right: list[list[int]]
-) -> None:
+def test_engines_start_their_daemon_and_it_ends_with_the_last_one(engines: Callable[..., Engine]) -> None:
     """The second finds the first one's, and its KV there; a crash of either leaves the other serving, and no trace."""
     with tempfile.TemporaryDirectory(prefix="kvl-") as folder:
         socket = Path(folder) / "d.sock"
         SOCKETS.add(socket)
         options = {"memory": "64MiB", "staging": "16MiB", "call_timeout_ms": 60_000, "exit_idle_s": 2, "disk": "none"}
-        spec = EngineSpec(model=model, kv_transfer=ours(socket, start_daemon=options))
+        spec = bed.spec(connector=ours(socket, start_daemon=options, key_format="vllm"))
 
         def answering() -> int:
             with contextlib.suppress(OSError):
@@ -140,12 +135,12 @@ def test_engines_start_their_daemon_and_it_ends_with_the_last_one(
         assert answering() == daemon
         first.kill()
         eventually(lambda: len(ask_daemon(socket).engines) == 1, 20, "the end of the first")
-        served(second.run(PROMPTS), right, HITS)
+        served(second.run(PROMPTS), RIGHT, HITS)
         assert "first save: " in first.log.read_text()
         assert re.search(r"first prefix from the store: \d+ of \d+ tokens", second.log.read_text())
         os.kill(daemon, signal.SIGKILL)
         assert second.reset_prefix_cache()
-        served(second.run(PROMPTS), right)
+        served(second.run(PROMPTS), RIGHT)
         eventually(lambda: answering() not in (0, daemon), 60, "another daemon")
         wait_attached(second, 60)
         first.stop()
@@ -155,13 +150,13 @@ def test_engines_start_their_daemon_and_it_ends_with_the_last_one(
 
 
 @pytest.mark.shows("daemon that stops, hangs and comes back")
-def test_a_frozen_daemon_holds_no_request_past_the_deadline(at: At, right: list[list[int]]) -> None:
+def test_a_frozen_daemon_holds_no_request_past_the_deadline(at: At) -> None:
     with Daemon(memory="64MiB", staging="16MiB") as daemon:
         site = at(daemon)
-        engine = site.engine(extra={"wait_timeout_ms": 1000})
+        engine = site.bed(extra={"wait_timeout_ms": 1000})
         engine.run(PROMPTS)
         site.fresh(engine)
         with frozen(daemon.pid):
-            assert served(engine.run(PROMPTS, timeout_s=60), right).total_s < 30
+            assert served(engine.run(PROMPTS, timeout_s=60), RIGHT).total_s < 30
         site.assert_idle()
         engine.stop()

@@ -40,7 +40,11 @@ def spec(
     `layout`: of `layouts.MODELS`, or one of `layouts.given_specs`; `scheduling`: async or sync; `runner`: v2 or v1;
     `preset`: of the timeline, without which steps take no time.
     """
-    executor = "mp" if tensor_parallel * pipeline_parallel > 1 else "tests.lab.bed.worker.Executor"
+    executor = (
+        "mp"
+        if tensor_parallel * pipeline_parallel > 1 or changes.get("own_worker")
+        else "tests.lab.bed.worker.Executor"
+    )
     given = "" if layout in layouts.MODELS else layout
     return EngineSpec(
         model=layouts.MODELS["full" if given else layout](CHECKPOINTS) if model is None else model,
