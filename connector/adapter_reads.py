@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .adapters import DIGEST_BYTES, of_rank
-from .metadata import Read
+from .metadata import AdapterRead
 
 # How vLLM takes an adapter; what else of its configuration decides shows in the modules and in the tensors' types.
 _OPTIONS = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras", "enable_tower_connector_lora")
@@ -30,8 +30,8 @@ class AdapterReads:
 
     def __init__(self, manager: Any, rank: int) -> None:
         self._manager, self._rank = manager, rank
-        self._last: dict[int, Read] = {}
-        self._new: list[Read] = []
+        self._last: dict[int, AdapterRead] = {}
+        self._new: list[AdapterRead] = []
         manager._load_adapter = self._load
 
     @classmethod
@@ -51,7 +51,7 @@ class AdapterReads:
             content = _content(adapter, self._manager._adapter_manager)
         except Exception as error:
             failed = error
-        read = Read(request.adapter_id, request.name, request.path, content)
+        read = AdapterRead(request.adapter_id, request.name, request.path, content)
         if self._last.get(read.number) != read:
             self._last[read.number] = read
             self._new.append(read)
@@ -60,7 +60,7 @@ class AdapterReads:
                 log.warning(text, read.name, failed)
         return adapter
 
-    def take(self) -> list[Read]:
+    def take(self) -> list[AdapterRead]:
         """Return the reads since the last call, without those that found what the one before found."""
         new, self._new = self._new, []
         return new

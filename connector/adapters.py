@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .metadata import Read
+from .metadata import AdapterRead
 
 if TYPE_CHECKING:
     from .geometry import Geometry
@@ -27,7 +27,7 @@ DIGEST_BYTES = 32
 log = logging.getLogger("vllm.kvprefetch.scheduler")
 
 
-class Names:
+class MaskedNames:
     """The names of a request's blocks: vLLM's hashes, exclusive-or a mask, which is the digest of the content.
 
     `content`: what all ranks have read of adapter `number`, as their load orders name it.
@@ -87,7 +87,7 @@ class Adapters:
             towers=lora is not None and lora.enable_tower_connector_lora,
         )
 
-    def names(self, request: Any) -> Names | None:
+    def names(self, request: Any) -> MaskedNames | None:
         """Return the names of a request with an adapter; None while its KV is not shared."""
         adapter = request.lora_request
         key = self._key(adapter.name, adapter.path)
@@ -97,9 +97,9 @@ class Adapters:
             return None
         self._note(key, ranks)
         content = joined(ranks)
-        return Names(request, content) if content and key not in self._ended else None
+        return MaskedNames(request, content) if content and key not in self._ended else None
 
-    def read(self, reports: Mapping[int, Iterable[Read]]) -> bool:
+    def read(self, reports: Mapping[int, Iterable[AdapterRead]]) -> bool:
         """Ranks have read adapters. Return whether sharing has ended for one of them."""
         before = len(self._ended)
         numbers = set[int]()

@@ -22,7 +22,7 @@ from .geometry import Geometry
 from .hints import EXPIRED, HINTED, READY, Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_hints import RequestHints
-from .request_state import Answer, RequestState
+from .request_state import Claim, RequestState
 from .saves import Saves
 from .session import SchedulerSession
 from .slack import Slack
@@ -33,9 +33,9 @@ MAX_LATE_HINTS = 3
 # Blocks of dropped hints that a step sends again before it stops: their hashes are copied on the engine's thread.
 RESENT_BLOCKS = 4096
 
-Reply = tuple[int | None, bool]
-NOTHING: Reply = (0, False)
-PENDING: Reply = (None, False)
+Matched = tuple[int | None, bool]
+NOTHING: Matched = (0, False)
+PENDING: Matched = (None, False)
 # A plain number and tuple.__new__: with cold caches a member of an enum, or the function that makes a named tuple,
 # costs 2 us more.
 _tuple = tuple.__new__
@@ -203,7 +203,7 @@ class Claims:
         flag = handle.look()
         return flag.state == HINTED and flag.count <= wait.ready  # more blocks say how fast the link is
 
-    def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Reply:
+    def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Matched:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
 
         `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
@@ -238,7 +238,7 @@ class Claims:
                 return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
         return self._unhinted(state, session, visit) if session.alive(visit.now_ns) else NOTHING
 
-    def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Reply:
+    def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Matched:
         """There is no hint: send one and wait for it, as long as the policy allows."""
         wait = state.wait or self._start_wait(state, visit.start, visit.now_ns)
         wait.stopped, first = False, not self.this_pass.waits
@@ -248,7 +248,7 @@ class Claims:
             return PENDING
         return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.TIMED_OUT)
 
-    def _hinted(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Reply:
+    def _hinted(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> Matched:
         """The fetch goes on: wait for it, or make do with what is ready."""
         wait, this_pass = state.wait, self.this_pass
         assert wait is not None
@@ -337,7 +337,7 @@ class Claims:
             hints.ask(state.handle, now_ns)
         return True
 
-    def _take(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit, outcome: Outcome) -> Reply:
+    def _take(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit, outcome: Outcome) -> Matched:
         """Claim what is ready and answer it; with nothing to take, settle on recomputing with `outcome`."""
         wait, geometry = state.wait, self._geometry
         if wait is not None:
@@ -369,10 +369,10 @@ class Claims:
             self._counters["cut_short"] += 1
             if not handle.stopped:  # with a full ring the daemon's next publication finds the claim
                 hints.stop(handle, visit.now_ns)
-        state.claim(_tuple(Answer, (visit.start, count, asynchronous, slots)))
+        state.claim(_tuple(Claim, (visit.start, count, asynchronous, slots)))
         return count * geometry.block_tokens, asynchronous
 
-    def _settle(self, state: RequestState, outcome: Outcome) -> Reply:
+    def _settle(self, state: RequestState, outcome: Outcome) -> Matched:
         """There is nothing to take, and there will be nothing."""
         self.give_back(state.settle(), outcome)
         if outcome == Outcome.MISS:

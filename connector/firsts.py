@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from .loads import Load
 from .request_state import RequestState
-from .saves import Save
+from .saves import DispatchedSave
 from .steps import StepTimes
 
 log = logging.getLogger("vllm.kvprefetch")
@@ -21,7 +21,7 @@ class Firsts:
         self.save = self.hit = True
         self._steps, self._block_tokens = steps, block_tokens
 
-    def saved(self, copied: Iterable[tuple[int, Save]]) -> None:
+    def saved(self, copied: Iterable[tuple[int, DispatchedSave]]) -> None:
         """All ranks copied these saves, which go to the daemon now."""
         if blocks := sum(len(save.names) for _, save in copied if not save.dropped):
             self.save = False

@@ -19,7 +19,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Absent, Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
-from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, Found, Stranger, find, sockets
+from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, FoundDaemon, Stranger, find, sockets
 from ..shmring.wire.records import ProtocolError
 from .session import SchedulerSession, WorkerSession
 
@@ -182,7 +182,7 @@ class Link(Generic[S]):
     def _places(self) -> list[str]:
         return [self._named] if self._named is not None else sockets()
 
-    def _absent(self, found: Found) -> float:
+    def _absent(self, found: FoundDaemon) -> float:
         """No daemon answers: start one, or say why. The seconds until the next attempt."""
         kept = self._served == SYSTEM_SOCKET != found.path  # it comes back; a second daemon would have other KV
         if self._start is not None and not kept and found.startable:

@@ -11,7 +11,7 @@ from ..kv.groups import Kind
 from .geometry import Geometry
 from .hints import Handle
 from .metadata import LoadOrder
-from .request_state import Answer, RequestState
+from .request_state import Claim, RequestState
 from .session import SchedulerSession
 
 _FULL = Kind.FULL  # a name of the module: with cold caches a member of an enum costs several looks more
@@ -70,7 +70,7 @@ class Loads:
         return answer.asynchronous
 
     def _blocks(
-        self, answer: Answer, count: int, tables: Sequence[Sequence[Any]]
+        self, answer: Claim, count: int, tables: Sequence[Sequence[Any]]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the ids of the blocks to load, and the slot of each; nothing where vLLM's blocks are not ours.
 

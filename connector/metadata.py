@@ -22,7 +22,7 @@ class KVPrefetchNode(KVConnectorHandshakeMetadata):
     hostname: str
 
 
-class Read(NamedTuple):
+class AdapterRead(NamedTuple):
     """A rank has read a LoRA adapter. `content`: digests (adapter_reads.py), nothing where it was not understood."""
 
     number: int
@@ -102,7 +102,7 @@ class KVPrefetchWorkerMeta(KVConnectorWorkerMetadata):
     failed_saves: set[int] = field(default_factory=set)
     failed_loads: set[int] = field(default_factory=set)
     weights: dict[int, RankWeights] = field(default_factory=dict)
-    adapters: dict[int, list[Read]] = field(default_factory=dict)
+    adapters: dict[int, list[AdapterRead]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVPrefetchWorkerMeta:
         """The sum over two ranks; neither argument is changed."""

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .adapters import Names
+from .adapters import MaskedNames
 from .hints import Handle
 from .policy import Wait
 
 
-class Answer(NamedTuple):
+class Claim(NamedTuple):
     """Blocks [start, start + count) of the handle, claimed, and the slots that hold them."""
 
     start: int
@@ -46,7 +46,7 @@ class RequestState:
     usable: int
     handle: Handle | None = None
     hinted_ns: int = 0
-    answer: Answer | None = None
+    answer: Claim | None = None
     wait: Wait | None = None
     settled: bool = False
     loading: bool = False
@@ -66,7 +66,7 @@ class RequestState:
     # Its KV may come from other weights or from blocks that nobody filled: never saved.
     tainted: bool = False
     # Of a request with an adapter, while its KV is shared (adapters.py).
-    names: Names | None = None
+    names: MaskedNames | None = None
 
     def __init__(
         self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None, hinted_ns: int = 0
@@ -92,7 +92,7 @@ class RequestState:
             return hashes
         return None if self.names is None else self.names.up_to_date()
 
-    def named(self, names: Names | None) -> bool:
+    def named(self, names: MaskedNames | None) -> bool:
         """What its blocks are called from now on. Return whether they had other names; then its KV is of no use."""
         before = self.names
         if before is not None and names is not None and before.content == names.content:
@@ -129,7 +129,7 @@ class RequestState:
         self.wait = wait
         return wait
 
-    def claim(self, answer: Answer) -> None:
+    def claim(self, answer: Claim) -> None:
         """The handle's blocks are claimed, and vLLM gets this answer."""
         assert self.handle is not None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
         self.answer = answer

@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class Save:
+class DispatchedSave:
     """A dispatched save: its slots of the current epoch receive the blocks with these names."""
 
     slots: list[int]
@@ -96,12 +96,12 @@ class Saves:
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
         self.unsaved: dict[str, RequestState] = {}
-        self.waiting: dict[int, Save] = {}
+        self.waiting: dict[int, DispatchedSave] = {}
         self.left = OrderedDict[bytes, _Block]()  # by name, the oldest first
         self._known = Known(geometry.groups)
         # note_look_up(digests, local, found, stop): a finished look-up of blocks [local, stop) found `found` of them.
         self.note_look_up = self._known.note
-        self.copied: deque[tuple[int, Save]] = deque()
+        self.copied: deque[tuple[int, DispatchedSave]] = deque()
         self._sent_records = 0  # SAVED records of this epoch; the last ones, with their number and names:
         self._sent: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_SENT)
         self._next_id = 1
@@ -247,7 +247,7 @@ class Saves:
         slots = session.credits.take(min(len(blocks), most, MAX_SAVED_BLOCKS))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
-        save = Save(slots, [block.name for block in taken], self.generation, self._geometry.world_size)
+        save = DispatchedSave(slots, [block.name for block in taken], self.generation, self._geometry.world_size)
         self.waiting[save_id] = save
         if self._events is not None:
             self._events.saving[save_id] = {slot: block.event for slot, block in zip(slots, taken, strict=True)}
@@ -358,7 +358,7 @@ class Saves:
             self._void(save_id, save)
         self.forget_left()
 
-    def _void(self, save_id: int, save: Save) -> None:
+    def _void(self, save_id: int, save: DispatchedSave) -> None:
         """The daemon gets the slots back, but no block."""
         save.dropped = True
         self._known.remove(Known.of_names(save.names))

@@ -21,7 +21,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import hints
 from .adapters import Adapters
-from .claims import NOTHING, PENDING, Claims, Pass, Reply
+from .claims import NOTHING, PENDING, Claims, Matched, Pass
 from .config import ConnectorConfig
 from .early import EarlyHints
 from .events import SavedBlocks
@@ -168,7 +168,7 @@ class SchedulerSide:
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
-    def match(self, request: Any, num_computed_tokens: int) -> Reply:
+    def match(self, request: Any, num_computed_tokens: int) -> Matched:
         """vLLM's get_num_new_matched_tokens: may be asked any number of times, makes no system call while pending."""
         self.quiet_steps = 0
         state = self.requests.get(request.request_id)
@@ -222,7 +222,7 @@ class SchedulerSide:
             self.detach(error)
             return NOTHING
 
-    def _used(self, state: RequestState, blocks: int) -> Reply:
+    def _used(self, state: RequestState, blocks: int) -> Matched:
         """A request is about to use so many local blocks, which no hint named, and needs no others."""
         if not state.tainted and (digests := state.digests) and (session := self._usable_session()):
             self.uses.say(digests, blocks, session, self._now_ns())

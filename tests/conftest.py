@@ -105,13 +105,13 @@ def _no_fault_is_contained(request: pytest.FixtureRequest, monkeypatch: pytest.M
     if calls is None:
         yield
         return
-    faults, failed = [], calls.Caller.failed
+    faults, failed = [], calls.EngineCalls.failed
 
     def noted(caller: object, error: Exception) -> None:
         faults.append(error)
         failed(caller, error)
 
-    monkeypatch.setattr(calls.Caller, "failed", noted)
+    monkeypatch.setattr(calls.EngineCalls, "failed", noted)
     yield
     if faults and request.node.get_closest_marker("plants_fault") is None:
         raise faults[0]

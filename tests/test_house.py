@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +120,18 @@ def test_a_test_that_fails_says_in_words_what_it_expected() -> None:
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False).stdout
     assert "- expected -" in said, said
     assert "\none is two\nFor a newcomer.\n" in said
+
+
+def test_each_class_of_the_package_has_a_name_of_its_own() -> None:
+    """So that a name says what it is wherever it is read. Private classes stay in their modules."""
+    files = [
+        path for folder in ("daemon", "connector", "shmring", "kv", "package") for path in (ROOT / folder).rglob("*.py")
+    ]
+    classes = Counter(
+        node.name for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    )
+    assert len(classes) > 200
+    assert [name for name, count in classes.items() if count > 1 and not name.startswith("_")] == []
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="this environment has everything")

@@ -24,7 +24,7 @@ from ..control.access import group_id
 from ..door.token import read_token
 from ..store.disk import DiskSpec, automatic_disk
 from ..store.settings import MooncakeSettings
-from .help_page import Command, Group, HelpPage
+from .help_page import Command, CommandGroup, HelpPage
 
 Arguments: TypeAlias = SimpleNamespace  # of a command, by name
 Run = Callable[[Arguments], int]
@@ -63,7 +63,7 @@ class Real(click.FloatRange):
         return number if number == number else self.fail(f"{value!r} is no number.", param, ctx)
 
 
-def declare(group: Group, name: str, run: Run, page: HelpPage, *params: click.Parameter) -> None:
+def declare(group: CommandGroup, name: str, run: Run, page: HelpPage, *params: click.Parameter) -> None:
     """Add a command; `run` gets the parsed arguments and returns the exit status."""
     call = lambda **given: run(Arguments(**given))  # noqa: E731
     group.add_command(Command(name, page, params=list(params), callback=call))

@@ -27,7 +27,7 @@ from .common import (
     kind_of,
     show,
 )
-from .help_page import Group
+from .help_page import CommandGroup
 
 CHECK = ConfigurationPage(
     "check a configuration and print it as TOML, each value with its source",
@@ -67,11 +67,11 @@ HEAD = """\
 WIDTH = 100
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     json_too = flag("--json", "as JSON, sizes in bytes")
     start = flag("--start", "also look whether this machine has what serve needs to start")
     declare(commands, "check-config", run_check, CHECK, json_too, start, *configuration_options())
-    actions = Group("config", CONFIG)
+    actions = CommandGroup("config", CONFIG)
     commands.add_command(actions)
     file = click.Argument(["file"], type=click.Path(allow_dash=True), default="-")
     declare(actions, "init", run_init, INIT, file, *configuration_options())

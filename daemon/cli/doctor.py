@@ -39,7 +39,7 @@ from .common import (
 )
 from .configuration import as_toml
 from .findings import Finding, engine, examine, measured, versions
-from .help_page import Group
+from .help_page import CommandGroup
 
 PAGE = ConfigurationPage(
     "check libraries, limits, permissions and the store",
@@ -77,7 +77,7 @@ _SECRET = re.compile(
 )
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     log = "the daemon's log, for the bundle (default: the journal)"
     kv = "with --engine: vLLM's option of this name (default: that of the README)"
     declare(

@@ -15,7 +15,7 @@ from ..config.sizes import parse_size, size
 from ..telemetry.overview import aligned, percent
 from ..telemetry.pretty import number
 from .common import PATH, Arguments, Real, declare, flag, option, show
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 from .reuse import FILLED, Reuse, prompts
 
 PAGE = HelpPage(
@@ -49,7 +49,7 @@ PAGE = HelpPage(
 FORMULAS = {"local": "W", "kvprefetch": "max(W, F)", "on_demand": "W + F", "recomputed": "W + R"}
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     above: dict[str, Any] = {"type": Real(0, min_open=True), "metavar": "X"}
     any_number: dict[str, Any] = {"type": Real(0), "metavar": "X", "default": 0.0}
     declare(

@@ -75,7 +75,7 @@ class Command(click.Command):
                 formatter.write_text(page.also)
 
 
-class Group(Command, click.Group):
+class CommandGroup(Command, click.Group):
     """A command of commands, which are listed as they were added."""
 
     def __init__(self, name: str, page: HelpPage, **more: Any) -> None:
@@ -97,6 +97,6 @@ class Group(Command, click.Group):
         for name, each in self.commands.items():
             assert isinstance(each, Command)
             found[name] = each
-            if isinstance(each, Group):
+            if isinstance(each, CommandGroup):
                 found |= {f"{name} {more}": command for more, command in each.all_commands().items()}
         return found

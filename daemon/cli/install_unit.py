@@ -13,7 +13,7 @@ from pathlib import Path
 from kvprefetch.client.control import Unavailable
 
 from .common import PATH, Arguments, declare, flag, option
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 
 DROP_INS = {
     "gpu": "let the service use NVIDIA GPUs",
@@ -50,7 +50,7 @@ PAGE = HelpPage(
 )
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     declare(
         commands,
         "install-unit",

@@ -24,7 +24,7 @@ from ..telemetry.pretty import fitting
 from . import configuration, doctor, estimate, install_unit, pages, prefetch, serve, status, store, tail, top
 from .common import CONFIGURATION_ENVIRONMENT, CONFIGURATION_FILE, EX_UNAVAILABLE, NO_COLOR, SOCKET_FILE
 from .findings import commit, versions
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 
 EX_CONFIG = 78
 
@@ -53,13 +53,13 @@ COMMANDS = (serve, configuration, status, top, tail, install_unit, doctor, estim
 ALIASES = {"warm": "prefetch"}  # names of earlier releases
 
 
-def build() -> Group:
+def build() -> CommandGroup:
     """Return the command with all commands."""
     text = "print version, commit, protocol, and the libraries' versions"
     version = click.Option(
         ["-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help=text
     )
-    group = Group("kvprefetchd", PAGE, params=[version])
+    group = CommandGroup("kvprefetchd", PAGE, params=[version])
     for module in COMMANDS:
         module.add(group)
     return group

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from .common import Arguments, declare
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 
 FILES = {"symptoms": "symptoms.md", "rules": "monitoring/rules.yml", "dashboard": "monitoring/dashboard.json"}
 SHELLS = ("bash", "zsh", "fish")
@@ -36,7 +36,7 @@ COMPLETION = HelpPage(
 )
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     page, shell = (
         click.Argument([name], type=click.Choice(list(of))) for name, of in (("page", FILES), ("shell", SHELLS))
     )

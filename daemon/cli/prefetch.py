@@ -19,7 +19,7 @@ from ...shmring.wire.checks import ACTION, ACTION_VERSION
 from ..door.envelope import MAX_ACTIONS, Action, Bad, payload
 from ..telemetry.pretty import fitting
 from .common import EX_UNAVAILABLE, Arguments, SocketPage, declare, flag, option, show, socket_option
-from .help_page import Group
+from .help_page import CommandGroup
 
 PAGE = SocketPage(
     "stage the blocks of prompts before anybody asks for them",
@@ -52,7 +52,7 @@ ANSWER_S = 30.0  # the door hashes all prompts of a message first
 PAUSE_S = 1.0  # after more prompts than the door takes in a second
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     file = click.Argument(["file"], type=click.Path(allow_dash=True))
     engine = option("--engine", metavar="ID", default="", help="its id, or the start (default: the only one attached)")
     ttl = option(

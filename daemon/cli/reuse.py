@@ -16,7 +16,7 @@ MOONCAKE_TOKENS = 512  # of a hash in Mooncake's traces, where they do not say i
 _VLLM = re.compile(r"prompt_token_ids: \[([\d, ]*)\]")
 
 
-class Prompt(NamedTuple):
+class LogPrompt(NamedTuple):
     """A prompt's tokens, the names of its full blocks, and the tokens of each."""
 
     tokens: int
@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
     block_tokens: int
 
 
-def prompts(lines: Iterable[str], block_tokens: int) -> Iterator[Prompt]:
+def prompts(lines: Iterable[str], block_tokens: int) -> Iterator[LogPrompt]:
     """Yield the prompts of a log; its other lines are left out.
 
     Those of Mooncake's traces (`hash_ids`) and of LMCache's look-ups (`chunk_hashes`) name their blocks.  Token ids, in
@@ -39,17 +39,17 @@ def prompts(lines: Iterable[str], block_tokens: int) -> Iterator[Prompt]:
                 said = json.loads(line)
                 if "hash_ids" in said:
                     unit, tokens = int(said.get("block_size", MOONCAKE_TOKENS)), int(said["input_length"])
-                    yield Prompt(tokens, said["hash_ids"][: tokens // unit], unit)
+                    yield LogPrompt(tokens, said["hash_ids"][: tokens // unit], unit)
                 elif "chunk_hashes" in said:
-                    yield Prompt(int(said["seq_len"]), said["chunk_hashes"], int(said["chunk_size"]))
+                    yield LogPrompt(int(said["seq_len"]), said["chunk_hashes"], int(said["chunk_size"]))
                 elif isinstance(given := said.get("prompt_token_ids", said.get("prompt")), list):
                     yield _of_tokens(given, block_tokens)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"estimate: line {number} of the trace is no prompt: {error!r}: {line[:80]!r}") from None
 
 
-def _of_tokens(tokens: list[int], block_tokens: int) -> Prompt:
-    return Prompt(len(tokens), [*block_digests(tokens, block_tokens)], block_tokens)
+def _of_tokens(tokens: list[int], block_tokens: int) -> LogPrompt:
+    return LogPrompt(len(tokens), [*block_digests(tokens, block_tokens)], block_tokens)
 
 
 class Reuse:
@@ -65,7 +65,7 @@ class Reuse:
         self._at: dict[Hashable, int] = {}  # of each block, its last use
         self._sizes = [0]  # a tree of sums (Fenwick) of the tokens of the blocks by last use
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: LogPrompt) -> None:
         self.prompts, self.tokens, needed = self.prompts + 1, self.tokens + prompt.tokens, 0
         whole = self._sum(len(self._sizes) - 1)
         usable = min(len(prompt.blocks), max(0, prompt.tokens - 1) // prompt.block_tokens)  # the last token is computed

@@ -20,7 +20,7 @@ from .common import (
     configuration_sources,
     declare,
 )
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 
 SERVE = HelpPage(
     "serve engines on a Unix socket",
@@ -63,7 +63,7 @@ HARMLESS = (
 )
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     declare(commands, "serve", run_serve, SERVE, *configuration_options())
 
 

@@ -27,7 +27,7 @@ from .common import (
     show,
     socket_option,
 )
-from .help_page import Group
+from .help_page import CommandGroup
 from .tail import MOMENTS, Moment, lines, named
 
 STATUS = SocketPage(
@@ -101,7 +101,7 @@ RELOAD = SocketPage(
 )
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     socket = socket_option()
 
     def wait(until: str) -> click.Option:

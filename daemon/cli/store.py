@@ -25,7 +25,7 @@ from ..store.fill import StoreFill, read
 from ..telemetry.overview import filled
 from ..telemetry.pretty import printable
 from .common import Arguments, SocketPage, declare, flag, option, show, socket_option
-from .help_page import Group
+from .help_page import CommandGroup
 
 PAGE = SocketPage(
     "list, count or remove what the store holds",
@@ -82,8 +82,8 @@ PASSES = 3  # over all keys: engines may store on meanwhile
 PROGRESS_S = 1.0
 
 
-def add(commands: Group) -> None:
-    actions = Group("store", PAGE)
+def add(commands: CommandGroup) -> None:
+    actions = CommandGroup("store", PAGE)
     commands.add_command(actions)
     prefix = option("--prefix", metavar="TEXT", default="", help="only keys that begin so")
     where = (

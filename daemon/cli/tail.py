@@ -28,7 +28,7 @@ from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
 from .common import NO_COLOR, Arguments, Real, declare, flag, option, show
-from .help_page import Group, HelpPage
+from .help_page import CommandGroup, HelpPage
 
 UNIT = "kvprefetchd.service"
 MOMENTS = "10m ago, or 2026-01-31T03:10 (UTC)"
@@ -86,7 +86,7 @@ class Moment(click.types.StringParamType):
         return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     source = (
         click.Argument(["file"], type=click.Path(allow_dash=True), required=False),
         option(

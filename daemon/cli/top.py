@@ -11,7 +11,7 @@ from kvprefetch.client.control import look
 
 from ..telemetry import overview
 from .common import EX_UNAVAILABLE, NO_COLOR, Arguments, Real, SocketPage, declare, flag, option, show, socket_option
-from .help_page import Group
+from .help_page import CommandGroup
 
 PAGE = SocketPage(
     "show the daemon's work, live",
@@ -30,7 +30,7 @@ PAGE = SocketPage(
 PAGE = replace(PAGE, environment={**PAGE.environment, **NO_COLOR})
 
 
-def add(commands: Group) -> None:
+def add(commands: CommandGroup) -> None:
     interval = Real(0.1, 3600)
     declare(
         commands,

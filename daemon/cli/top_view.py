@@ -140,7 +140,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def frame(status: Status, rates: overview.Rates, view: View = View()) -> RenderableType:
+def frame(status: Status, rates: overview.NodeRates, view: View = View()) -> RenderableType:
     """Return headline, rates, a table of engines, and a table of the slowest requests."""
     parts: list[RenderableType] = [
         *(

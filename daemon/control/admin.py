@@ -11,9 +11,9 @@ from functools import partial
 from ...kv.keys import owner
 from ...shmring.wire.admin import (
     Announce,
+    AnnounceStep,
     Engine,
     EngineQuery,
-    Outcome,
     Reload,
     Remove,
     Removed,
@@ -25,7 +25,7 @@ from ...shmring.wire.admin import (
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import ProtocolError
 from ..engine.epoch import Epoch
-from ..work.calls import Call, Kind
+from ..work.calls import Call, CallKind
 from . import report
 from .epochs import Epochs, Shared
 
@@ -85,7 +85,7 @@ class Admin:
         wanted = named or "name one, by engine or model"
         return Report(ok=False, text=f"not one engine but {len(fits)}: {wanted}; attached: {attached}")
 
-    def announce(self, order: Announce, uid: int | None, fd: int, reply: Callable[[Outcome], bool]) -> None:
+    def announce(self, order: Announce, uid: int | None, fd: int, reply: Callable[[AnnounceStep], bool]) -> None:
         """Hand a prompt to the engine that it is announced to; `fd`: a memfd with its digests, which stays open."""
         for epoch in self._epochs.attached(uid):
             if epoch.engine.engine_id == order.engine and epoch.number == order.epoch and not epoch.broken:
@@ -93,7 +93,7 @@ class Admin:
                 epoch.announce(order, hashes, reply)
                 return
         text = f"this engine is not attached any more: engine={order.engine!r} epoch={order.epoch}"
-        reply(Outcome(number=order.number, outcome="rejected", reason=text))
+        reply(AnnounceStep(number=order.number, outcome="rejected", reason=text))
 
     def _remove(self, command: Remove, uid: int | None, reply: Reply) -> None:
         """Remove the values of these keys; a user other than an operator may name those of its own engines."""
@@ -117,7 +117,7 @@ class Admin:
                 reply(Removed(removed=result[0], failed=result[1]))
 
         self._removing.add(uid)
-        self._shared.pools.start(Call(Kind.SAVE, partial(self._shared.store.remove, command.keys), removed))
+        self._shared.pools.start(Call(CallKind.SAVE, partial(self._shared.store.remove, command.keys), removed))
 
 
 def _named(epochs: Sequence[Epoch], engine: str) -> list[Epoch]:

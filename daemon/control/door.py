@@ -26,7 +26,7 @@ PAUSE_NS = 1_000_000_000  # between two starts
 LOOPBACK = "127.0.0.1"
 
 
-class Door:
+class DoorSockets:
     """Owns the listening sockets; `epoll` watches them while no process serves them.
 
     Raises ConfigError for a bad port, Taken for one in use.  Without its Unix socket the door is closed, and the daemon

@@ -38,7 +38,7 @@ class Peer:
     credentials: Credentials
     allowed: bool
     hello: Hello | None = None
-    group: Group | None = None
+    group: EngineGroup | None = None
     mapped: Mapped | None = None
     handed: bool = False  # it was sent the descriptors of its memory
     read_ns: int = 0  # when the loop read a message of it last
@@ -60,7 +60,7 @@ class Peer:
 
 
 @dataclass(eq=False)
-class Group:
+class EngineGroup:
     """The processes of one engine incarnation, and their epoch once all have said hello."""
 
     key: tuple[str, str]

@@ -23,7 +23,7 @@ from ..telemetry.events import Ending
 from .access import NOT_ALLOWED
 from .connections import MAX_PROCESSES, Connections
 from .epochs import Epochs, Shared
-from .group import NAMED, Group, Peer, Stage
+from .group import NAMED, EngineGroup, Peer, Stage
 
 
 class Handshake:
@@ -35,8 +35,8 @@ class Handshake:
     def __init__(self, shared: Shared, epochs: Epochs, connections: Connections, epoll: select.epoll) -> None:
         self._shared, self._epochs, self._connections, self._epoll = shared, epochs, connections, epoll
         self._log = shared.log
-        self._groups: dict[tuple[str, str], Group] = {}
-        self._reserving: dict[int, Group] = {}  # by the number of the epoch
+        self._groups: dict[tuple[str, str], EngineGroup] = {}
+        self._reserving: dict[int, EngineGroup] = {}  # by the number of the epoch
 
     def hello(self, peer: Peer, hello: Hello) -> None:
         """Add a process to its engine's group. Raises ProtocolError."""
@@ -46,7 +46,7 @@ class Handshake:
         key = (hello.engine_id, hello.incarnation)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = Group(key, hello.world_size, peer.credentials.uid)
+            group = self._groups[key] = EngineGroup(key, hello.world_size, peer.credentials.uid)
         if group.placed or (hello.role, hello.rank) in group.members:
             self._connections.refuse(peer, f"already attached: role={hello.role} rank={hello.rank}", final=False)
             self._connections.close(peer)
@@ -144,7 +144,7 @@ class Handshake:
         for group in list(self._groups.values()):
             self._dissolve(group, ending)
 
-    def _attach(self, group: Group) -> None:
+    def _attach(self, group: EngineGroup) -> None:
         """Reserve the memory of a complete group, or refuse it."""
         if why_not := self._no_place(group):
             for peer in group.peers:
@@ -164,7 +164,7 @@ class Handshake:
         self._epochs.reservations.want(group.number, self._shared.config, engine)
         self.carry_on()
 
-    def _check_keys(self, group: Group, engine: EngineInfo) -> None:
+    def _check_keys(self, group: EngineGroup, engine: EngineInfo) -> None:
         """Raise ValueError for an engine whose keys name no user where each key has to."""
         assert group.scheduler is not None
         operator = self._connections.access.scope(group.scheduler.credentials) is None
@@ -175,7 +175,7 @@ class Handshake:
                 "configuration; else leave key_format out"
             )
 
-    def _no_place(self, group: Group) -> str:
+    def _no_place(self, group: EngineGroup) -> str:
         """Return the bound that keeps a complete group from being attached now; "" where it may be."""
         config = self._shared.config
         places = Counter(other.uid for other in self._groups.values() if other.placed)
@@ -190,7 +190,7 @@ class Handshake:
             )
         return ""
 
-    def _reserved(self, group: Group, memory: EngineMemory | BaseException) -> None:
+    def _reserved(self, group: EngineGroup, memory: EngineMemory | BaseException) -> None:
         """Make the epoch on its memory, and hand it over; or refuse the engine."""
         if not group.complete or self._groups.get(group.key) is not group:
             # A process left meanwhile, and withdrew the wish: Reservations has freed the memory.
@@ -209,7 +209,7 @@ class Handshake:
         self._epoll.register(epoch.memory.doorbell.fd, select.EPOLLIN)
         self._hand_over(group)
 
-    def _hand_over(self, group: Group) -> None:
+    def _hand_over(self, group: EngineGroup) -> None:
         """Send each process its memory; `tick` tries again where the kernel takes no more descriptors in flight."""
         epoch = group.epoch
         assert epoch is not None
@@ -230,7 +230,7 @@ class Handshake:
                 group.waits_to_be_handed = True
                 self._log.warning("engine.waiting", engine=epoch.engine.engine_id, epoch=epoch.number, error=str(error))
 
-    def _report(self, group: Group) -> None:
+    def _report(self, group: EngineGroup) -> None:
         """Say in both logs what an engine waits for."""
         stage, ranks, others = group.stage, group.world_size, self._others(group)
         told = group.members[min(group.members)]  # its scheduler, or else its first worker
@@ -250,19 +250,19 @@ class Handshake:
         )
         told.send(Notice(text=text))
 
-    def _others(self, group: Group) -> str:
+    def _others(self, group: EngineGroup) -> str:
         """Name the processes that said hello for the same engine, as of another start; "" where there are none."""
         groups = [each for each in self._groups.values() if each.key[0] == group.key[0] and each.uid == group.uid]
         found = [peer for each in groups if each is not group for peer in each.peers]
         named = ", ".join(f"{peer.hello.role} {peer.credentials.pid}" for peer in found[:NAMED] if peer.hello)
         return f"; of another start of this engine are here, by pid: {named}" if named else ""
 
-    def _refuse_engine(self, group: Group, error: BaseException) -> None:
+    def _refuse_engine(self, group: EngineGroup, error: BaseException) -> None:
         for peer in group.peers:
             self._connections.refuse(peer, str(error), final=True, ours=isinstance(error, StoreError))
         self._dissolve(group, Ending.ENGINE_GONE)
 
-    def _dissolve(self, group: Group, ending: Ending) -> None:
+    def _dissolve(self, group: EngineGroup, ending: Ending) -> None:
         """End a group's epoch and its connections."""
         if self._groups.get(group.key) is group:  # its processes may be back already, as another group
             del self._groups[group.key]

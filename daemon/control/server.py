@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from ...shmring.wire.admin import (
     Announce,
+    AnnounceStep,
     Caller,
     Engine,
     EngineQuery,
-    Outcome,
     Reload,
     Remove,
     Report,
@@ -31,7 +31,7 @@ from .access import NOT_ALLOWED, Credentials, access_of
 from .admin import Admin
 from .budget import Budget
 from .connections import Connections
-from .door import Door
+from .door import DoorSockets
 from .epochs import Epochs, Shared
 from .group import Peer
 from .handshake import Handshake
@@ -47,10 +47,10 @@ class Control:
         self.handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
         self._budget = Budget()
-        self._door = Door(shared.config, epoll, shared.log)
+        self._door = DoorSockets(shared.config, epoll, shared.log)
 
     @property
-    def door(self) -> Door:
+    def door(self) -> DoorSockets:
         return self._door
 
     def listen_on(self, sock: socket.socket) -> None:
@@ -155,7 +155,7 @@ class Control:
         elif access.may_attach(about):
             self._admin.announce(message, access.scope(about), fds[0], peer.send)
         else:  # since it asked for the engine
-            peer.send(Outcome(number=message.number, outcome="rejected", reason=f"uid={about.uid} {NOT_ALLOWED}"))
+            peer.send(AnnounceStep(number=message.number, outcome="rejected", reason=f"uid={about.uid} {NOT_ALLOWED}"))
 
     def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
         # Refused only now: closing a socket with an unread message would lose the refusal.

@@ -20,7 +20,7 @@ from ...shmring.wire.admin import Caller
 from ..control.access import credentials_of
 from .app import CALLER, MAX_BODY, WAITERS, App
 from .envelope import Problem
-from .link import Link
+from .link import DaemonConnection
 from .messages import Messages
 from .token import read_token
 
@@ -124,7 +124,7 @@ def main(words: list[str]) -> None:
     logging.getLogger("waitress").setLevel(logging.CRITICAL)  # a caller that leaves, or waits, is no event
     control, token, *fds = words
     messages = Messages()
-    link = Link(Path(control), messages.note, lambda: os._exit(1))
+    link = DaemonConnection(Path(control), messages.note, lambda: os._exit(1))
     app = App(link, messages, read_token(Path(token)) if token else b"")
     shared: dict[int, Any] = {}  # one loop for all sockets
     for each in fds:

@@ -33,7 +33,7 @@ from .envelope import (
     parsed,
     payload,
 )
-from .link import Link
+from .link import DaemonConnection
 from .messages import Message, Messages
 
 Environ = dict[str, Any]
@@ -69,7 +69,7 @@ ROUTES = (
 class App:
     """The application. `token`: what a caller over TCP has to send; such a caller is an operator."""
 
-    def __init__(self, link: Link, messages: Messages, token: bytes = b"") -> None:
+    def __init__(self, link: DaemonConnection, messages: Messages, token: bytes = b"") -> None:
         self._link, self._messages, self._token = link, messages, token
         self._rate, self._rating = Budget(RATE / 1e9, BURST), Lock()
         self._posting, self._looking = BoundedSemaphore(WAITERS), BoundedSemaphore(WAITERS)

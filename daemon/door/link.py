@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ...shmring.wire.admin import Announce, Engine, EngineQuery, Outcome, Report
+from ...shmring.wire.admin import Announce, AnnounceStep, Engine, EngineQuery, Report
 from ...shmring.wire.codec import Message, receive_message, send_message
 from ...shmring.wire.records import ProtocolError
 from .envelope import Bad
@@ -18,10 +18,10 @@ from .envelope import Bad
 TIMEOUT_S = 2.0
 
 
-class Link:
+class DaemonConnection:
     """One connection for all threads. `gone` is called, once, when the daemon hangs up. Raises OSError."""
 
-    def __init__(self, path: Path, hear: Callable[[Outcome], None], gone: Callable[[], None]) -> None:
+    def __init__(self, path: Path, hear: Callable[[AnnounceStep], None], gone: Callable[[], None]) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.connect(os.fspath(path))
         self._sending, self._asking = threading.Lock(), threading.Lock()
@@ -62,7 +62,7 @@ class Link:
         with contextlib.suppress(OSError, ProtocolError), self._sock:
             while (received := receive_message(self._sock, max_fds=0)) is not None:
                 message, _ = received
-                if isinstance(message, Outcome):
+                if isinstance(message, AnnounceStep):
                     self._hear(message)
                 elif isinstance(message, Engine | Report):
                     self._answers.put(message)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...shmring.wire.admin import Caller, Outcome
+from ...shmring.wire.admin import AnnounceStep, Caller
 from .envelope import Answer, Answered, Blocks
 
 MAX_ANSWERS = 16_384  # of one user, kept, over or not: an answer has about a kilobyte
@@ -73,7 +73,7 @@ class Messages:
             self._numbers[self._last] = message, action, block_bytes
             return self._last
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: AnnounceStep) -> None:
         """Note what became of an announcement."""
         with self._changed:
             if (at := self._numbers.get(outcome.number)) is None:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ...kv.groups import Groups
 from ...shmring._atomics import repeats
-from ...shmring.wire.admin import Announce, Outcome
-from ..planning.requests import Announced, Failure, Key, Request
+from ...shmring.wire.admin import Announce, AnnounceStep
+from ..planning.requests import AnnounceTimes, Failure, Key, Request
 from ..telemetry.trace import Met
 
 FLAG = -1  # of every announced request: no engine reads one
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     hashes: bytes
     priority: int
     due_ns: int
-    announced: Announced
+    announced: AnnounceTimes
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class _Announcement:
     order: Announce
     hashes: bytes
     last: bytes
-    announced: Announced
+    announced: AnnounceTimes
     blocks: int
     done: bool = False  # it waits for its request
     planned: int = 0
@@ -84,8 +84,8 @@ class _Announcement:
             return self.fetched
         return self.found - self.staged if self.looked_up else self.planned
 
-    def outcome(self, outcome: str, reason: str = "") -> Outcome:
-        return Outcome.model_validate(
+    def outcome(self, outcome: str, reason: str = "") -> AnnounceStep:
+        return AnnounceStep.model_validate(
             {
                 "number": self.order.number,
                 "outcome": outcome,
@@ -114,7 +114,7 @@ class Ahead:
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
         self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
         self._at_work: dict[Key, int] = {}
-        self.outcomes = deque[tuple[int, Outcome]]()  # what became of announcements, by number, for their callers
+        self.outcomes = deque[tuple[int, AnnounceStep]]()  # what became of announcements, by number, for their callers
         self._useful: deque[bool] = deque(maxlen=JUDGED)
         self._keys = 0
 
@@ -130,7 +130,7 @@ class Ahead:
 
     def add(self, number: int, order: Announce, hashes: bytes, now_ns: int) -> None:
         """Take an announcement, which may wait for others. `hashes`: `order.hashes` digests of its prompt, joined."""
-        announced = Announced(now_ns, now_ns + order.ttl_ms * 1_000_000)
+        announced = AnnounceTimes(now_ns, now_ns + order.ttl_ms * 1_000_000)
         last = hashes[-(self._block_hashes + 1) * order.hash_bytes :]
         new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
         self._known[number] = new
@@ -177,7 +177,7 @@ class Ahead:
             self._at_work[FLAG, self._keys] = number
             each.planned = min(wanted, free)
             hashes, each.hashes = each.hashes[: self._groups.digests(each.planned) * each.order.hash_bytes], b""
-            announced = Announced(now_ns, each.announced.until_ns)
+            announced = AnnounceTimes(now_ns, each.announced.until_ns)
             return Wanted((FLAG, self._keys), each.planned, hashes, each.order.priority, each.due_ns, announced)
         return None
 

@@ -20,8 +20,8 @@ from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, Record
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
-from ..work.calls import Call, Caller, Kind
-from .epoch_calls import EpochCalls, Reply
+from ..work.calls import Call, CallKind, EngineCalls
+from .epoch_calls import EpochCalls, Hear
 from .epoch_fetches import Fetches
 from .epoch_parts import EpochParts, Services
 from .memory import EngineInfo, EngineMemory
@@ -40,7 +40,7 @@ def event(method: Callable[Concatenate[Epoch, P], None]) -> Callable[Concatenate
     return taken
 
 
-class Epoch(Caller):
+class Epoch(EngineCalls):
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
 
     Records and results arrive through `take`, and methods that are an `event` too.  Then the epoch carries on.
@@ -160,7 +160,7 @@ class Epoch(Caller):
         if (device := self.memory.device) is not None:
             self.contain(parts.promotions.close, None)
             device.hang_up()
-            self._services.pools.start(Call(Kind.COPY, device.close, lambda _: None, None, self))
+            self._services.pools.start(Call(CallKind.COPY, device.close, lambda _: None, None, self))
         if self.broken:
             ending = Ending.ENGINE_CORRUPT if self.corrupt is not None else Ending.DAEMON_FAULT
         for request in [each for each in self.planner.requests.values() if each.announced is None]:
@@ -318,7 +318,7 @@ class Epoch(Caller):
         return not self.closing and self.contain(self._calls.start_save, False)
 
     @event
-    def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
+    def announce(self, order: Announce, hashes: bytes, reply: Hear) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it, more than once."""
         self._calls.announce(order, hashes, reply)
 

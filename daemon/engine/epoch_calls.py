@@ -11,31 +11,31 @@ from typing import Any
 
 from ...kv.prompts import Prompt, names_of_prefix
 from ...shmring.wire import admin, attach
-from ...shmring.wire.admin import Announce, Outcome
+from ...shmring.wire.admin import Announce, AnnounceStep
 from ...shmring.wire.records import Hint
 from ..planning.requests import Broken, Request, TakenBack
 from ..planning.runs import Lane
 from ..telemetry.metrics import ANNOUNCED_RESULTS
-from ..work.calls import Call, Caller, Kind
+from ..work.calls import Call, CallKind, EngineCalls
 from . import transfers
 from .epoch_parts import EpochParts
-from .lookups import Absent, Answer, Batch, Lost
+from .lookups import Batch, GoneBlocks, LookedUp, Lost
 from .promoter import DeviceJob
 from .reasons import LOST
 from .saver import Put
 from .sessions import Chain, Due
 
 OnResult = Callable[[Any], None]
-Reply = Callable[[Outcome], bool | None]  # True: it has to be said again
+Hear = Callable[[AnnounceStep], bool | None]  # True: it has to be said again
 REPLIES = 4  # in a turn of the loop: each costs some 60 us, and hundreds may be due at once
 
 
 class EpochCalls:
     """The calls that the parts of one epoch want, but fetches."""
 
-    def __init__(self, parts: EpochParts, caller: Caller) -> None:
-        self._parts, self._services, self._caller = parts, parts.services, caller
-        self._replies: dict[int, tuple[Announce, Reply]] = {}  # of announcements, by number
+    def __init__(self, parts: EpochParts, engine: EngineCalls) -> None:
+        self._parts, self._services, self._engine = parts, parts.services, engine
+        self._replies: dict[int, tuple[Announce, Hear]] = {}  # of announcements, by number
         self._announcements = 0
         self.owes = False  # replies, or answers, for the next turn of the loop; not where a caller has to read first
 
@@ -54,8 +54,8 @@ class EpochCalls:
             self.publish()
         self.owes = bool(parts.ahead.outcomes) or (parts.look_ups.waiting and not self._services.store.answering)
 
-    def _start(self, kind: Kind, run: Callable[[], Any], on_result: OnResult, on_overdue: Callable[[], None]) -> None:
-        self._services.pools.start(Call(kind, run, on_result, on_overdue, self._caller))
+    def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
+        self._services.pools.start(Call(kind, run, on_result, overdue, self._engine))
 
     def publish(self) -> None:
         """Enter in flags and slot tables what the planner published or took back."""
@@ -105,7 +105,7 @@ class EpochCalls:
             store, config = self._services.store, self._services.config
             media = not batch.parts and (config.disk is not None or config.mooncake_config is not None)
             run = partial(transfers.look_up, store, parts.ranks, batch.digests, media=media)
-            self._start(Kind.LOOK_UP, run, partial(self._looked_up, batch), partial(self._look_up_overdue, batch))
+            self._start(CallKind.LOOK_UP, run, partial(self._looked_up, batch), partial(self._look_up_overdue, batch))
 
     def _look_up_overdue(self, batch: Batch) -> None:
         blocks = sum(map(len, batch.digests))
@@ -152,12 +152,12 @@ class EpochCalls:
                 )
                 parts.send(message)
 
-    def answer(self, answers: Sequence[Answer | Lost | Absent], now_ns: int) -> None:
+    def answer(self, answers: Sequence[LookedUp | Lost | GoneBlocks], now_ns: int) -> None:
         """Take what look-ups found out."""
         parts, store, sizes = self._parts, self._services.store, self._services.pools.sizes
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
-            if isinstance(answer, Absent):
+            if isinstance(answer, GoneBlocks):
                 self._tell_absent(answer.names)
                 continue
             request = answer.request
@@ -190,7 +190,7 @@ class EpochCalls:
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
-    def announce(self, order: Announce, hashes: bytes, reply: Reply) -> None:
+    def announce(self, order: Announce, hashes: bytes, reply: Hear) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it.
 
         An `order` that names a session is for the newest prompt of that.
@@ -199,7 +199,7 @@ class EpochCalls:
             if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
                 on = self._services.config.sessions == "on"
                 reason = "no request of this session came lately" if on else "the daemon's sessions are off"
-                reply(Outcome(number=order.number, outcome="missing", reason=reason))
+                reply(AnnounceStep(number=order.number, outcome="missing", reason=reason))
                 return
             hashes, size = chain.hashes, chain.hash_bytes
             order = order.model_copy(update={"hashes": len(hashes) // size, "hash_bytes": size})
@@ -242,7 +242,7 @@ class EpochCalls:
             )
             self.announce(order, b"", partial(self._session_told, due))
 
-    def _session_told(self, due: Due, outcome: Outcome) -> None:
+    def _session_told(self, due: Due, outcome: AnnounceStep) -> None:
         self._parts.sessions.told(due, self._services.clock_ns(), outcome)
 
     def _hint_ahead(self, now_ns: int) -> bool:
@@ -288,7 +288,7 @@ class EpochCalls:
     def start_save(self) -> bool:
         """Start the put that waits; False if there is none, no room for it, or loads go first."""
         parts, pools, now = self._parts, self._services.pools, self._services.clock_ns()
-        if not parts.saver.waiting(now) or not pools.save_room(self._caller):
+        if not parts.saver.waiting(now) or not pools.save_room(self._engine):
             return False
         link, size, (least, most) = pools.link_share, parts.memory.block_bytes, parts.put_blocks
         blocks = min(most, max(least, link.put_bytes // size)) if link.open(now) else 0
@@ -296,7 +296,7 @@ class EpochCalls:
             link.started(len(put.blocks) * size, now)
             locate = parts.engine.scheduler.events
             run = partial(transfers.save, self._services.store, parts.ranks, put.blocks, locate=locate)
-            self._start(Kind.SAVE, run, partial(self._stored, put, now), partial(self._put_overdue, put))
+            self._start(CallKind.SAVE, run, partial(self._stored, put, now), partial(self._put_overdue, put))
         return put is not None
 
     def _put_overdue(self, put: Put) -> None:
@@ -343,7 +343,7 @@ class EpochCalls:
     def _copy(self) -> None:
         while (job := self._parts.promoter.next_job()) is not None:
             on_result = partial(self._device_done, job, self._services.clock_ns())
-            self._start(Kind.COPY, job.run, on_result, partial(self._device_overdue, job))
+            self._start(CallKind.COPY, job.run, on_result, partial(self._device_overdue, job))
 
     def _device_done(self, job: DeviceJob, started_ns: int, result: str | BaseException) -> None:
         parts, error = self._parts, "the job failed" if isinstance(result, BaseException) else result

@@ -11,7 +11,7 @@ from ..planning.runs import Lane
 from ..store.errors import ErrorClass
 from ..store.storage_nodes import Get
 from ..telemetry.logs import threshold
-from ..work.calls import FETCHES, Call, Caller
+from ..work.calls import FETCHES, Call, EngineCalls
 from . import transfers
 from .epoch_parts import EpochParts
 from .reasons import failure
@@ -22,8 +22,8 @@ _LANES = tuple(lane.name.lower() for lane in Lane)
 class Fetches:
     """Starts fetches, and takes their ends."""
 
-    def __init__(self, parts: EpochParts, caller: Caller) -> None:
-        self._parts, self._services, self._caller = parts, parts.services, caller
+    def __init__(self, parts: EpochParts, engine: EngineCalls) -> None:
+        self._parts, self._services, self._engine = parts, parts.services, engine
         self._gets: dict[int, Get] = {}  # of the fetches that did not return, by the order's number
 
     def start(self, order: Order) -> None:
@@ -33,7 +33,7 @@ class Fetches:
         run = partial(transfers.fetch, self._services.store, self._parts.ranks, blocks, get=get)
         now = self._services.clock_ns()
         on_result, on_overdue = partial(self._ended, order, now), partial(self._overdue, order, get, now)
-        self._services.pools.start(Call(FETCHES[order.lane], run, on_result, on_overdue, self._caller))
+        self._services.pools.start(Call(FETCHES[order.lane], run, on_result, on_overdue, self._engine))
 
     def stop(self, key: Key) -> None:
         """Order nothing more for this request, and drop its calls that have not begun, up to one that has."""

@@ -56,7 +56,7 @@ class Batch(NamedTuple):
         return [*(asking.names for asking in self.questions), *(part.names for part in self.parts)]
 
 
-class Answer(NamedTuple):
+class LookedUp(NamedTuple):
     """The prompt of a request knows the longest prefix there is. `again`: another answer, after blocks were lost.
 
     `unavailable`: the store could not say.
@@ -74,7 +74,7 @@ class Lost(NamedTuple):
     block: int
 
 
-class Absent(NamedTuple):
+class GoneBlocks(NamedTuple):
     """Blocks that the engine used, and that the store has no more."""
 
     names: Sequence[bytes]
@@ -113,7 +113,7 @@ class LookUps:
         """Entries of the queue: outdated ones of requests that were asked for count too."""
         return len(self._queue)
 
-    def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> Answer | None:
+    def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> LookedUp | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
         asking = Asking(request, request.prompt.next(min(FIRST_DIGESTS, self._most)), now_ns, again)
         if not asking.names:  # all is known, or staged
@@ -172,12 +172,12 @@ class LookUps:
             self._room -= len(part.names)
         return parts
 
-    def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[Answer | Lost | Absent]:
+    def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[LookedUp | Lost | GoneBlocks]:
         """Take what was found for each question of a batch; None: the store cannot say."""
         if batch is not self._flight:
             return []  # given up before
         self._flight = None
-        answers = list[Answer | Lost | Absent]()
+        answers = list[LookedUp | Lost | GoneBlocks]()
         rest = iter(found) if found is not None else repeat(None)
         for asking, each in zip(batch.questions, rest, strict=False):
             if not self._lives(asking.request):
@@ -191,10 +191,10 @@ class LookUps:
             if part.request is not None:
                 answers += self._lost(part.request, part, each, now_ns)
             elif absent := self.leases.answered(part, None if each is None else each.present):
-                answers.append(Absent(absent))
+                answers.append(GoneBlocks(absent))
         return answers
 
-    def _found(self, asking: Asking, found: Found, now_ns: int) -> list[Answer]:
+    def _found(self, asking: Asking, found: Found, now_ns: int) -> list[LookedUp]:
         """Answer a request with nothing left to ask; the others wait for their next slice."""
         prompt, present = asking.request.prompt, found.present
         if bad := self._bad_values.known(asking.names, now_ns):  # whatever the store says of them
@@ -216,7 +216,7 @@ class LookUps:
         wanted = first >= 0 and block < request.limit and request.digest(block) == part.names[first]
         return [Lost(request, block)] if wanted else []
 
-    def give_up(self, now_ns: int) -> list[Answer]:
+    def give_up(self, now_ns: int) -> list[LookedUp]:
         """Answer waiting requests, since the store does not; those of a batch that is out wait for its end.
 
         More of them wait for the next call than GIVE_UP_NAMES are of.  Renewals wait for the store.
@@ -228,8 +228,8 @@ class LookUps:
             self._queue.clear()
         return answers
 
-    def _give_up_of(self, keys: Sequence[Key], now_ns: int) -> list[Answer]:
-        answers, names = list[Answer](), 0
+    def _give_up_of(self, keys: Sequence[Key], now_ns: int) -> list[LookedUp]:
+        answers, names = list[LookedUp](), 0
         for key in keys:
             if names >= GIVE_UP_NAMES:
                 break
@@ -239,19 +239,19 @@ class LookUps:
                 answers.append(self._answer(asking, now_ns, unavailable=True))
         return answers
 
-    def tick(self, now_ns: int) -> list[Answer]:
+    def tick(self, now_ns: int) -> list[LookedUp]:
         """Answer requests that waited too long."""
         late = [key for key, asking in self._waiting.items() if now_ns - asking.since_ns >= self._timeout_ns]
         answers = self._give_up_of(late, now_ns)
         self._room = RENEWED_PER_TICK
         return answers
 
-    def _give_up(self, asking: Asking, now_ns: int) -> Answer:
+    def _give_up(self, asking: Asking, now_ns: int) -> LookedUp:
         """Answer with what is known, or staged. Hits stay hits as long as they are not renewed."""
         asking.request.prompt.give_up()
         return self._answer(asking, now_ns, unavailable=True)
 
-    def _answer(self, asking: Asking, now_ns: int, *, unavailable: bool = False) -> Answer:
+    def _answer(self, asking: Asking, now_ns: int, *, unavailable: bool = False) -> LookedUp:
         """Answer a request, and ask for its blocks again until it ends.
 
         The lease counts from its first slice.  Where its staged blocks are taken back, it fetches them again and needs
@@ -259,7 +259,7 @@ class LookUps:
         """
         if not asking.again:
             self.leases.wait(asking.request, now_ns if asking.asked_ns < 0 else asking.asked_ns)
-        return Answer(asking.request, unavailable, asking.again)
+        return LookedUp(asking.request, unavailable, asking.again)
 
     def _lives(self, request: Request) -> bool:
         """Whether it has not ended, and is not void. A faulty engine may have hinted another request under its key."""

@@ -24,7 +24,7 @@ from ..config.model import DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..store.client import Store
 from ..telemetry.logs import Log
-from ..work.calls import Call, Kind
+from ..work.calls import Call, CallKind
 from ..work.pools import Pools
 from .device import DeviceStaging
 from .memory import EngineInfo, EngineMemory, device_staging, layout_for, slot_bytes
@@ -108,7 +108,7 @@ class Reservations:
         wish = self._wishes[number] = _Wish(number, config, engine)
         if config.device_staging > 0 and any(worker.device for worker in engine.workers):
             make = partial(device_staging, config, engine)
-            self._pools.start(Call(Kind.SLAB, make, partial(self._slab, wish), partial(self._slab_overdue, wish)))
+            self._pools.start(Call(CallKind.SLAB, make, partial(self._slab, wish), partial(self._slab_overdue, wish)))
         else:
             self._queue(wish)
 
@@ -202,7 +202,7 @@ class Reservations:
                 return
             if left > wish.size:
                 wish.granted = True
-                self._pools.start(Call(Kind.ATTACH, partial(wish.make, self._store), partial(self._made, wish)))
+                self._pools.start(Call(CallKind.ATTACH, partial(wish.make, self._store), partial(self._made, wish)))
                 continue
             error = SegmentError(
                 f"staging: not enough memory for another engine: staging={size_text(wish.config.staging)} "
@@ -237,10 +237,10 @@ class Reservations:
     def _drop(self, device: DeviceStaging) -> None:
         """Free device memory that no epoch has."""
         if not self._pools.closed:
-            self._pools.start(Call(Kind.SLAB, device.close, self._closed))
+            self._pools.start(Call(CallKind.SLAB, device.close, self._closed))
 
     def _close(self, memory: EngineMemory) -> None:
-        self._pools.start(Call(Kind.ATTACH, memory.close, partial(self._freed, memory)))
+        self._pools.start(Call(CallKind.ATTACH, memory.close, partial(self._freed, memory)))
 
     def _freed(self, memory: EngineMemory, result: bool | BaseException) -> None:
         number = memory.layout.epoch

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ...kv.groups import Groups
 from ...kv.prompts import names_of_prefix
-from ...shmring.wire.admin import Outcome
+from ...shmring.wire.admin import AnnounceStep
 from ...shmring.wire.checks import MAX_AHEAD_MS
 
 MAX_SESSIONS = 1024
@@ -166,7 +166,7 @@ class Sessions:
             return Due(session, each.number, expected_ms, ttl_ms)
         return None
 
-    def told(self, due: Due, now_ns: int, outcome: Outcome) -> None:
+    def told(self, due: Due, now_ns: int, outcome: AnnounceStep) -> None:
         """Take what became of a session's announcement: what is not staged of it may be announced again."""
         if (each := self._known.get(due.session)) is None:
             return

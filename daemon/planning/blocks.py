@@ -26,7 +26,7 @@ MAX_TRIES = 1024  # idle runs looked at for one that makes room
 MAX_RUN = 512  # blocks: where an engine hints them in a wrong order, each cuts a run
 
 
-class Blocks:
+class BlockTable:
     """The blocks in slots [0, slot_count).
 
     A slot that is in `quarantined` when it comes back is never used again; the caller adds to that set.

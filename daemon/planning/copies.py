@@ -17,7 +17,7 @@ MAX_TRIES = 16  # copies looked at for one slot
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class SecondSlot:
     """A block's second slot; it may be read once the copy is `there`. `wanted`: (request, block) that wait for it."""
 
     slot: int
@@ -31,7 +31,7 @@ class Copies:
     def __init__(self, slots: Sequence[int], runs: Sequence[Run | None]) -> None:
         self.slots, self._runs = slots, runs
         self.free = list(reversed(slots))
-        self._copies: OrderedDict[int, Copy] = OrderedDict()  # by host slot: least recently used first
+        self._copies: OrderedDict[int, SecondSlot] = OrderedDict()  # by host slot: least recently used first
 
     def named(self, slots: Sequence[int]) -> Sequence[int]:
         """Return what a slot table is to name for the blocks in these host slots: their copies, or the slots."""
@@ -44,11 +44,11 @@ class Copies:
                 self._copies.move_to_end(slot)
         return names
 
-    def of(self, slot: int) -> Copy | None:
+    def of(self, slot: int) -> SecondSlot | None:
         """Return the copy of the block in this host slot, which may be under way."""
         return self._copies.get(slot)
 
-    def begin(self, slot: int) -> Copy | None:
+    def begin(self, slot: int) -> SecondSlot | None:
         """Give the block in this host slot a device slot; None without room: requests pin the blocks that it tries."""
         for _ in range(0 if self.free else min(MAX_TRIES, len(self._copies))):
             first, copy = next(iter(self._copies.items()))
@@ -60,10 +60,10 @@ class Copies:
             self._copies.move_to_end(first)
         if not self.free:
             return None
-        self._copies[slot] = copy = Copy(self.free.pop())
+        self._copies[slot] = copy = SecondSlot(self.free.pop())
         return copy
 
-    def end(self, slot: int, copy: Copy, *, ok: bool) -> bool:
+    def end(self, slot: int, copy: SecondSlot, *, ok: bool) -> bool:
         """Note the end of a copy from this host slot; False where it failed, or its block left the slot meanwhile."""
         if self._copies.get(slot) is copy:
             copy.there = True

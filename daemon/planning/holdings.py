@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...kv.prompts import Choice
-from .blocks import Blocks
+from .blocks import BlockTable
 from .queues import Queues
 from .requests import Broken, Failure, Publication, Request, TakenBack
 from .runs import BlockState, Run
@@ -38,7 +38,7 @@ class Holdings:
     `room`: runs that this event may still pin, show or give back.
     """
 
-    def __init__(self, blocks: Blocks, queues: Queues) -> None:
+    def __init__(self, blocks: BlockTable, queues: Queues) -> None:
         self._blocks, self._queues = blocks, queues
         self.changes: deque[Broken | Publication | TakenBack] = deque()
         self.room = RUNS

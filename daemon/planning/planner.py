@@ -18,10 +18,10 @@ from collections.abc import Sequence, Set
 from itertools import islice
 
 from ...kv.prompts import Choice, Prompt
-from .blocks import Blocks
+from .blocks import BlockTable
 from .holdings import Holdings
 from .queues import Queues, Stop
-from .requests import Announced, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
+from .requests import AnnounceTimes, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
 from .runs import Lane, Run
 
 MAX_TRIES = 64  # requests that an engine may have claimed, tried for one slot
@@ -47,7 +47,7 @@ class Planner:
     ) -> None:
         self._flags = flags
         self._chunk_blocks = (max(1, chunk_blocks), max(1, disk_chunk_blocks or chunk_blocks))
-        self.blocks = Blocks(slot_count, quarantined, device_slots)
+        self.blocks = BlockTable(slot_count, quarantined, device_slots)
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
@@ -61,7 +61,7 @@ class Planner:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def hint(
-        self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0, announced: Announced | None = None
+        self, key: Key, prompt: Prompt, priority: int, arrived_ns: int = 0, announced: AnnounceTimes | None = None
     ) -> Request:
         """A request arrived, or is `announced`. This pins leading blocks that are in staging or on their way.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from .copies import Copies, Copy
+from .copies import Copies, SecondSlot
 from .requests import Key, Request
 
 
@@ -23,7 +23,7 @@ class Tables(Protocol):
 class CopyOrder(NamedTuple):
     """Blocks to copy in one job: the host slot of each, and its copy."""
 
-    copies: Sequence[tuple[int, Copy]]
+    copies: Sequence[tuple[int, SecondSlot]]
 
     @property
     def slots(self) -> list[tuple[int, int]]:
@@ -52,7 +52,7 @@ class Promotions:
 
     def next_order(self) -> CopyOrder | None:
         """Return the next blocks to copy; None if there are none, or no room."""
-        order: list[tuple[int, Copy]] = []
+        order: list[tuple[int, SecondSlot]] = []
         while self._queue:
             request, block = next(iter(self._queue.items()))
             stop = self._promote(request, block, order) if self._is_live(request) else None
@@ -63,7 +63,7 @@ class Promotions:
         self._under_way += len(order)
         return CopyOrder(order) if order else None
 
-    def _promote(self, request: Request, start: int, order: list[tuple[int, Copy]]) -> int | None:
+    def _promote(self, request: Request, start: int, order: list[tuple[int, SecondSlot]]) -> int | None:
         """Have the request name its copies from block `start` on, now or later; return where to go on, if anywhere."""
         if not self._tables.move(request.key, ()):
             return None  # the engine has read its table

@@ -35,7 +35,7 @@ class Failure(NamedTuple):
     owners: str = ""
 
 
-class Announced(NamedTuple):
+class AnnounceTimes(NamedTuple):
     """The times of a request that no engine has hinted yet: since when it is announced, and until when it counts."""
 
     since_ns: int
@@ -74,7 +74,7 @@ class Request:
     last_byte_ns: int = 0
     stopped: bool = False  # the engine recomputes what was not under way
     ranked: bool = False
-    announced: Announced | None = None
+    announced: AnnounceTimes | None = None
     due_ns: int = field(init=False)  # its place in the order of fetches: its arrival until it is `ranked`
 
     def __post_init__(self) -> None:

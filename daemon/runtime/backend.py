@@ -15,7 +15,7 @@ from ..store.errors import StoreError, StoreUnavailable
 from ..store.settings import MooncakeSettings
 from ..telemetry.logs import Log
 from ..telemetry.snapshot import Snapshot
-from ..work.calls import Call, Kind
+from ..work.calls import Call, CallKind
 from ..work.pools import Pools
 from .notify import Notifier
 from .signals import Signals
@@ -76,7 +76,7 @@ class Backend:
         if self.store is not None and not self._probing and self.store.due_for_probe:
             self._probing = True
             overdue = partial(self.store.suspect, "probe")
-            pools.start(Call(Kind.LOOK_UP, self.store.probe, self._probed, overdue))
+            pools.start(Call(CallKind.LOOK_UP, self.store.probe, self._probed, overdue))
         if self.master is not None:
             self.master.tick()
             if not self.master.alive():

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .health import Health, judge
+from .health import DaemonHealth, judge
 
 MAGIC = b"kvpbord2"
 SEQUENCE_AT, BEAT_AT = 8, 16
@@ -56,7 +56,7 @@ class Picture:
     alive: bool = True
     uid: int = -1  # of the daemon's user, where another process reads
 
-    def health(self, now_ns: int | None = None) -> Health:
+    def health(self, now_ns: int | None = None) -> DaemonHealth:
         now_ns = time.monotonic_ns() if now_ns is None else now_ns
         return judge(self.status, self.beat_ns, now_ns, alive=self.alive)
 

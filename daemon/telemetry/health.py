@@ -15,7 +15,7 @@ CALL_READY_S, CALL_HEALTHY_S = 10.0, 90.0
 
 
 @dataclass(frozen=True)
-class Health:
+class DaemonHealth:
     """Ages in seconds; each line of `problems` names an age above its bound, or a fault."""
 
     phase: str
@@ -28,7 +28,7 @@ class Health:
     problems: tuple[str, ...]
 
 
-def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool = True) -> Health:
+def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool = True) -> DaemonHealth:
     """Judge by what a restart mends: the process, the loop's heartbeat, and questions to the master.
 
     `status`: what the daemon published last (control/report.py); `beat_ns`: the loop's last heartbeat, CLOCK_MONOTONIC.
@@ -84,7 +84,7 @@ def judge(status: Mapping[str, Any], beat_ns: int, now_ns: int, *, alive: bool =
         problems.append(
             f"memory of engines that left is not free again: bytes={size} engines={len(held)}: {held[-1]['error']}"
         )
-    return Health(phase, alive, ready, healthy, loop_age_s, call_age_s, store_open, tuple(problems))
+    return DaemonHealth(phase, alive, ready, healthy, loop_age_s, call_age_s, store_open, tuple(problems))
 
 
 def _refused(refused: Sequence[Mapping[str, Any]]) -> str:

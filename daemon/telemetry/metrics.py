@@ -19,11 +19,11 @@ from kvprefetch import __version__
 from ...shmring.wire.admin import ENDS
 from ..store.fill import StoreFill
 from .events import EVENTS, Ending
-from .health import Health
+from .health import DaemonHealth
 
 PREFIX = "kvprefetchd_"
 MEDIA = ("memory", "disk")
-# Results of a block that is announced, as the message Outcome names them, and the last outcomes of an announcement.
+# Results of a block that is announced, as AnnounceStep names them, and the last outcomes of an announcement.
 ANNOUNCED_RESULTS = ("staged", "fetched", "absent", "no_room", "failed")
 OTHER = "other"
 WAITED = (*(each.value for each in (Ending.LOADED, Ending.TIMED_OUT, Ending.RECOMPUTED, Ending.MISS)), OTHER)
@@ -243,7 +243,7 @@ class Metrics:
         self.show("store_used_bytes", used)
         self.show("store_capacity_bytes", room)
 
-    def show_health(self, health: Health) -> None:
+    def show_health(self, health: DaemonHealth) -> None:
         """Show what changes without the main loop, from the thread that serves the text."""
         self.show("ready", {(): health.ready})
         self.show("loop_age_seconds", {(): health.loop_age_s})

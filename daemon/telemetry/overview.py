@@ -11,7 +11,7 @@ from ...shmring.wire.admin import Status
 from ..config.sizes import size
 from ..store.fill import StoreFill
 from .causes import label
-from .health import Health
+from .health import DaemonHealth
 from .pretty import amount, count, number, printable
 
 Numbers = Mapping[str, int | str]
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 
-class Rates(NamedTuple):
+class NodeRates(NamedTuple):
     """Rates per second between two answers of one daemon; `hidden` is None when nothing was fetched."""
 
     hints: float
@@ -45,7 +45,7 @@ class Rates(NamedTuple):
 
 def as_status(
     shown: Mapping[str, Any],
-    health: Health,
+    health: DaemonHealth,
     now_ns: int | None = None,
     slowest: list[dict[str, str | int | float]] | None = None,
 ) -> Status:
@@ -66,11 +66,11 @@ def as_status(
     )
 
 
-def rates(before: Status | None, now: Status, seconds: float) -> Rates:
+def rates(before: Status | None, now: Status, seconds: float) -> NodeRates:
     """Compare two answers, engine by engine (by epoch); an engine that is new counts from zero."""
     older = {engine["epoch"]: engine for engine in (before.engines if before is not None else [])}
     if before is None or before.pid != now.pid or seconds <= 0:
-        return Rates(0.0, 0.0, hidden_fraction(now.engines))
+        return NodeRates(0.0, 0.0, hidden_fraction(now.engines))
     hints = fetched_bytes = 0
     grown = []
     for engine in now.engines:
@@ -79,7 +79,7 @@ def rates(before: Status | None, now: Status, seconds: float) -> Rates:
         grown.append(grew)
         hints += grew["hints"]
         fetched_bytes += grew["fetched_blocks"] * count(engine, "block_bytes")
-    return Rates(hints / seconds, fetched_bytes / seconds, hidden_fraction(grown))
+    return NodeRates(hints / seconds, fetched_bytes / seconds, hidden_fraction(grown))
 
 
 def hidden_fraction(engines: Sequence[Numbers]) -> float | None:
@@ -121,7 +121,7 @@ def headline(status: Status) -> str:
     )
 
 
-def traffic(status: Status, rates: Rates | None = None) -> list[str]:
+def traffic(status: Status, rates: NodeRates | None = None) -> list[str]:
     """Return lines on the store, the rates after an earlier answer, those of each path, and what made requests slow."""
     now = [pace(rates)] if rates is not None else []
     return [*store(status), *now, *known_rates(status), *slow_causes(status)]
@@ -237,11 +237,11 @@ def slow_causes(status: Status) -> list[str]:
     return [f"slow lately, requests (waited): {named}"] if found else []
 
 
-def pace(rates: Rates) -> str:
+def pace(rates: NodeRates) -> str:
     return f"now: {number(rates.hints)} hints/s, fetching {size(rates.fetched_bytes)}/s, hidden {percent(rates.hidden)}"
 
 
-def describe(status: Status, rates: Rates | None = None) -> list[str]:
+def describe(status: Status, rates: NodeRates | None = None) -> list[str]:
     """Return the whole answer as lines of text, with `rates` after an earlier answer."""
     lines = [*heading(status), *traffic(status, rates)]
     if status.log:

@@ -1,4 +1,4 @@
-"""One blocking call as a record, and the caller that it runs for.
+"""One blocking call as a record, and the engine that it runs for.
 
 A pool's threads take a call, run it, and note its result; everything else here runs on the main loop.
 """
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 MAX_TRACEBACK = 4_000  # characters of a traceback in the log, the newest
 
 
-class Kind(enum.Enum):
+class CallKind(enum.Enum):
     """Calls of one kind share threads, and wait for no other kind. The value names the threads."""
 
     LOOK_UP = "lookup"
@@ -34,10 +34,10 @@ class Kind(enum.Enum):
     COPY = "copy"  # to device memory
 
 
-FETCHES = (Kind.FETCH_MEMORY, Kind.FETCH_DISK)  # by lane
+FETCHES = (CallKind.FETCH_MEMORY, CallKind.FETCH_DISK)  # by lane
 
 
-class Caller:
+class EngineCalls:
     """One engine's calls: how many run, and whether their results still matter.
 
     `running`: until it is 0 the engine's memory stays mapped and registered.  `closing`: results go nowhere any more.
@@ -52,7 +52,7 @@ class Caller:
         self.corrupt: str | None = None
 
     def contain(self, work: Callable[..., _T], default: _T, *args: Any) -> _T:
-        """Return what `work(*args)` returns; return `default`, and break the caller, if it raises anything.
+        """Return what `work(*args)` returns; return `default`, and break the engine, if it raises anything.
 
         So no value from an engine's memory ends the loop, whichever check is missing, and no state that an exception
         left half changed is acted on.
@@ -74,13 +74,13 @@ class Caller:
         self._log.error("engine.fault", error=repr(error), traceback=where)
 
     def take(self, event: Callable[..., _T], default: _T, *args: Any) -> _T:
-        """Let something happen to the caller, as `contain` does, and then let it carry on."""
+        """Let something happen to the engine, as `contain` does, and then let it carry on."""
         result = self.contain(event, default, *args)
         self.contain(self.carry_on, None)
         return result
 
     def carry_on(self) -> None:
-        """Do what is to be done after each event: nothing, unless there is more to a caller."""
+        """Do what is to be done after each event: nothing, unless there is more to an engine."""
 
     def returned(self, call: Call, result: Any) -> None:
         """Hand a result in. The log names an exception here, so that one faulty call takes no other with it."""
@@ -96,15 +96,15 @@ class Call:
     """One blocking call. `run` runs on a thread; what it returned, or raised, goes to `on_result` on the main loop.
 
     `on_overdue` comes before that, once, when the call is past its deadline; a call without it has no deadline.
-    `caller`: None stands for the daemon itself.  The pool sets the rest.  `take` is true once: for the thread that runs
+    `engine`: None stands for the daemon itself.  The pool sets the rest.  `take` is true once: for the thread that runs
     the call, or for its refusal.
     """
 
-    kind: Kind
+    kind: CallKind
     run: Callable[[], Any]
     on_result: Callable[[Any], None]
     on_overdue: Callable[[], None] | None = None
-    caller: Caller | None = None
+    engine: EngineCalls | None = None
     started_ns: int = field(default=0, init=False)
     stuck: bool = field(default=False, init=False)
     done: bool = field(default=False, init=False)
@@ -117,22 +117,22 @@ class Call:
         return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.done
 
     def start(self) -> None:
-        """Count it with its caller."""
-        if self.caller is not None:
-            self.caller.running += 1
+        """Count it with its engine."""
+        if self.engine is not None:
+            self.engine.running += 1
 
     def finish(self, result: Any) -> None:
-        """Hand the result in, unless its caller is gone."""
-        if self.caller is None:
+        """Hand the result in, unless its engine is gone."""
+        if self.engine is None:
             self.on_result(result)
         else:
-            self.caller.returned(self, result)
+            self.engine.returned(self, result)
 
     def give_up(self) -> None:
-        """Say that it is past its deadline, unless its caller is gone."""
+        """Say that it is past its deadline, unless its engine is gone."""
         if self.on_overdue is None:
             return
-        if self.caller is None:
+        if self.engine is None:
             self.on_overdue()
-        elif not self.caller.closing:
-            self.caller.take(self.on_overdue, None)
+        elif not self.engine.closing:
+            self.engine.take(self.on_overdue, None)

@@ -1,8 +1,8 @@
 """Threads for blocking calls, with a deadline for each call; results come back to the main loop.
 
 Nothing interrupts a call.  Once it runs for SLOW_NS, another thread takes its thread's place, so that it keeps no place
-from other engines' calls.  Past its deadline its caller goes on without it, and hears of it when it returns at last.
-Each call that hangs may keep a core busy in Mooncake, so MAX_STUCK bounds them; but every caller may have one.
+from other engines' calls.  Past its deadline its engine goes on without it, and hears of it when it returns at last.
+Each call that hangs may keep a core busy in Mooncake, so MAX_STUCK bounds them; but every engine may have one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from ..planning.runs import Lane
 from .call_size import CallSize
-from .calls import FETCHES, Call, Caller, Kind
+from .calls import FETCHES, Call, CallKind, EngineCalls
 from .link_share import LinkShare
 from .rates import Meter, Rates
 
@@ -30,16 +30,16 @@ COPY_THREADS = 8  # to device memory: an engine's wait for each other, those of 
 # Fetches in flight where the lane is no `quick` one: each further one delays an urgent one.  Reads from memory do not
 # spin, and between two of them alone a link would idle.
 FEW = {Lane.MEMORY: 2, Lane.DISK: 1}
-MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for a caller that has one of them
+MAX_STUCK = 4  # calls past their deadline, of each kind; beyond, none is started for an engine that has one of them
 
 _REPORTED = {
-    "look_up": (Kind.LOOK_UP,),
+    "look_up": (CallKind.LOOK_UP,),
     "fetch": FETCHES,
-    "save": (Kind.SAVE,),
-    "attach": (Kind.ATTACH,),
-    "copy": (Kind.SLAB, Kind.COPY),
+    "save": (CallKind.SAVE,),
+    "attach": (CallKind.ATTACH,),
+    "copy": (CallKind.SLAB, CallKind.COPY),
 }
-_OF_THE_STORE = (Kind.LOOK_UP, *FETCHES, Kind.SAVE)
+_OF_THE_STORE = (CallKind.LOOK_UP, *FETCHES, CallKind.SAVE)
 
 
 class Pool:
@@ -47,7 +47,7 @@ class Pool:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: CallKind,
         size: int,
         announce: Callable[[Callable[[], None]], None],
         clock_ns: Callable[[], int],
@@ -70,16 +70,16 @@ class Pool:
         """Those of them that are not past their deadline."""
         return len(self._calls) - self.stuck
 
-    def crowd(self, caller: Caller | None) -> int:
-        """Count the calls in this caller's way: not those past their deadline, nor slow ones of others."""
+    def crowd(self, engine: EngineCalls | None) -> int:
+        """Count the calls in this engine's way: not those past their deadline, nor slow ones of others."""
         now = self._clock_ns()
         return sum(
-            not call.stuck and (call.caller is caller or not call.runs_longer(SLOW_NS, now)) for call in self._calls
+            not call.stuck and (call.engine is engine or not call.runs_longer(SLOW_NS, now)) for call in self._calls
         )
 
-    def exhausted(self, caller: Caller | None) -> bool:
-        """Whether so many calls hang, one of this caller's among them, that no other is started for it."""
-        return self.stuck >= MAX_STUCK and any(call.stuck and call.caller is caller for call in self._calls)
+    def exhausted(self, engine: EngineCalls | None) -> bool:
+        """Whether so many calls hang, one of this engine's among them, that no other is started for it."""
+        return self.stuck >= MAX_STUCK and any(call.stuck and call.engine is engine for call in self._calls)
 
     def oldest_ns(self) -> int | None:
         """Return when the oldest call that runs now began; None when none does. Any thread may call."""
@@ -90,7 +90,7 @@ class Pool:
         self._calls[call] = None
         self._meter.began(self._clock_ns())
         call.start()
-        if call.on_overdue is not None and self.exhausted(call.caller):
+        if call.on_overdue is not None and self.exhausted(call.engine):
             self._announce(partial(self._refuse, call))
             return
         self._queue.put(call)
@@ -106,7 +106,7 @@ class Pool:
                 self._meter.ended(now_ns)
                 call.give_up()
         for call in timed:
-            if self.exhausted(call.caller) and call.take():  # not started
+            if self.exhausted(call.engine) and call.take():  # not started
                 self._refuse(call)
         self._start_threads()
 
@@ -182,12 +182,12 @@ class Pools:
         self.closed = False
         self._rung = False
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
-        sizes = {**dict.fromkeys(FETCHES, fetch_threads), Kind.LOOK_UP: LOOK_UPS, Kind.COPY: COPY_THREADS}
-        sizes[Kind.ATTACH] = ATTACH_THREADS
+        sizes = {**dict.fromkeys(FETCHES, fetch_threads), CallKind.LOOK_UP: LOOK_UPS, CallKind.COPY: COPY_THREADS}
+        sizes[CallKind.ATTACH] = ATTACH_THREADS
         self.rates = Rates()
-        meters = {**dict(zip(FETCHES, self.rates.fetches, strict=True)), Kind.SAVE: self.rates.saves}
+        meters = {**dict(zip(FETCHES, self.rates.fetches, strict=True)), CallKind.SAVE: self.rates.saves}
         self._pools = {
-            kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in Kind
+            kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in CallKind
         }
         self._fetch_threads = fetch_threads
         self.sizes = tuple(CallSize() for _ in Lane)
@@ -197,19 +197,19 @@ class Pools:
         """Run the call on a thread of its kind."""
         self._pools[call.kind].submit(call)
 
-    def fetch_room(self, lane: Lane, caller: Caller) -> bool:
-        """Whether another fetch of this lane may start for this caller."""
+    def fetch_room(self, lane: Lane, engine: EngineCalls) -> bool:
+        """Whether another fetch of this lane may start for this engine."""
         pool, threads = self._pools[FETCHES[lane]], self._fetch_threads
         most = threads if self.sizes[lane].quick else min(threads, FEW[lane])
-        return pool.crowd(caller) < most and not pool.exhausted(caller)
+        return pool.crowd(engine) < most and not pool.exhausted(engine)
 
-    def exhausted(self, lane: Lane, caller: Caller) -> bool:
-        """Whether so many fetches of this lane hang that none is started for this caller."""
-        return self._pools[FETCHES[lane]].exhausted(caller)
+    def exhausted(self, lane: Lane, engine: EngineCalls) -> bool:
+        """Whether so many fetches of this lane hang that none is started for this engine."""
+        return self._pools[FETCHES[lane]].exhausted(engine)
 
-    def save_room(self, caller: Caller | None = None) -> bool:
+    def save_room(self, engine: EngineCalls | None = None) -> bool:
         """Whether no put or removal runs but slow ones of other callers."""
-        return not self._pools[Kind.SAVE].crowd(caller)
+        return not self._pools[CallKind.SAVE].crowd(engine)
 
     @property
     def fetches_in_flight(self) -> int:

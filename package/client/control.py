@@ -22,7 +22,7 @@ from kvprefetch.shmring.wire.records import ProtocolError
 TIMEOUT_S = 5.0
 IDS_S = 1.0
 
-Answer = TypeVar("Answer", bound=BaseModel)
+A = TypeVar("A", bound=BaseModel)
 
 _START = "start it (kvprefetchd serve, systemctl start kvprefetchd), or name its socket with --socket"
 _ADVICE = {
@@ -61,7 +61,7 @@ class Conversation:
     def __exit__(self, *exc: object) -> None:
         self._sock.close()
 
-    def ask(self, query: Message, wanted: type[Answer]) -> Answer:
+    def ask(self, query: Message, wanted: type[A]) -> A:
         """Send a question and return its answer of the wanted kind. Raises Unavailable."""
         where = f"socket={str(self._path)!r}"
         try:
@@ -125,7 +125,7 @@ def find_socket(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(next(filter(os.path.lexists, reversed(paths)), own_socket(environ)))
 
 
-def ask(path: Path, query: Message, wanted: type[Answer], timeout_s: float = TIMEOUT_S) -> Answer:
+def ask(path: Path, query: Message, wanted: type[A], timeout_s: float = TIMEOUT_S) -> A:
     """Ask the daemon behind the socket one question. Raises Unavailable."""
     with Conversation(path, timeout_s) as daemon:
         return daemon.ask(query, wanted)

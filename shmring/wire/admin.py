@@ -154,7 +154,7 @@ class Engine(Packet):
 class Announce(Packet):
     """Announce a prompt to an attached engine: a descriptor beside the message has its digests, joined (a memfd).
 
-    Only the process of the HTTP door may send it: root, or the daemon's user.  Each Outcome carries its `number`.  The
+    Only the HTTP door's process may send it: root, or the daemon's user.  Each AnnounceStep carries its `number`.  The
     log has its `name`.  The request is expected in `expected_ms`, and after `ttl_ms` no more.  `most_blocks`: to stage.
     With a `session`, by the digest of its id in hex, it is the newest prompt of that, and the descriptor is empty.
     """
@@ -178,7 +178,7 @@ Step = Literal["accepted", "clipped", "missing", "rejected", "completed", "used"
 ENDS = ("used", "late", "expired", "missing", "rejected")  # no step follows
 
 
-class Outcome(Packet):
+class AnnounceStep(Packet):
     """One step of an announcement.
 
     First it is rejected, missing (the store has nothing of it), accepted, or clipped (a bound cut it), then completed.

@@ -33,7 +33,7 @@ class Stranger(PermissionError):
         self.uid = uid
 
 
-class Found(NamedTuple):
+class FoundDaemon(NamedTuple):
     """A connection to the daemon at `path`; or None, and the last path. `passed`: the paths before, each with why."""
 
     sock: socket.socket | None
@@ -90,7 +90,7 @@ def is_private(folder: str, uid: int) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: float = 1.0) -> Found:
+def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: float = 1.0) -> FoundDaemon:
     """Connect to the first daemon that answers and runs as root, as this process's user or as `daemon_user`."""
     passed = list[tuple[str, OSError]]()
     for path in paths:
@@ -105,8 +105,8 @@ def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: 
                 passed.append((path, error))
                 continue
             undo.pop_all()
-            return Found(sock, path, passed)
-    return Found(None, paths[-1], passed)
+            return FoundDaemon(sock, path, passed)
+    return FoundDaemon(None, paths[-1], passed)
 
 
 def check_socket_path(value: object) -> object:

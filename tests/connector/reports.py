@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvprefetch.connector.metadata import KVPrefetchWorkerMeta, Read
+from kvprefetch.connector.metadata import AdapterRead, KVPrefetchWorkerMeta
 
 if TYPE_CHECKING:
     from .fakes import Request
@@ -31,7 +31,11 @@ def reads_of(adapter: Any, *contents: str) -> KVPrefetchWorkerMeta:
     """What the ranks report that have read an adapter, each with its own modules."""
     return KVPrefetchWorkerMeta(
         adapters={
-            rank: [Read(adapter.adapter_id, adapter.name, adapter.path, each.encode().ljust(32) + bytes([rank]) * 32)]
+            rank: [
+                AdapterRead(
+                    adapter.adapter_id, adapter.name, adapter.path, each.encode().ljust(32) + bytes([rank]) * 32
+                )
+            ]
             for rank, each in enumerate(contents)
         }
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvprefetch.connector.copies import PlainCopies
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, Read, SaveOrder
+from kvprefetch.connector.metadata import AdapterRead, KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
 from kvprefetch.connector.session import WorkerSession
@@ -134,8 +134,8 @@ def test_a_load_for_an_adapter_that_was_replaced_fails(asynchronous: bool, caplo
             asked.append((number, content, loaded))
             return content == b"same"
 
-        def take(self) -> list[Read]:
-            return [Read(7, "sql", "/sql", b"other")] if len(asked) == 2 else []
+        def take(self) -> list[AdapterRead]:
+            return [AdapterRead(7, "sql", "/sql", b"other")] if len(asked) == 2 else []
 
     worker.adapters = Reads()  # type: ignore[assignment]
     orders = [load(1, asynchronous=asynchronous)._replace(adapter=(7, b"replaced"))]
@@ -146,7 +146,7 @@ def test_a_load_for_an_adapter_that_was_replaced_fails(asynchronous: bool, caplo
     assert [int(cache[block].max()) for block in range(BLOCKS)] == [0, 0, 0, 4, 0, 0]
     report = reported(worker)
     assert (report.loads, report.failed_loads) == ({1: 1, 2: 1}, {1})
-    assert report.adapters == {0: [Read(7, "sql", "/sql", b"other")]}
+    assert report.adapters == {0: [AdapterRead(7, "sql", "/sql", b"other")]}
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     other = KVPrefetchWorkerMeta(adapters={1: report.adapters[0], 0: report.adapters[0]})
     assert report.aggregate(other).adapters == {0: report.adapters[0] * 2, 1: report.adapters[0]}

@@ -24,7 +24,7 @@ from kvprefetch.daemon.planning.copies import Copies
 from kvprefetch.daemon.planning.promotion import Promotions
 from kvprefetch.daemon.planning.requests import Key, Request
 from kvprefetch.daemon.planning.runs import Lane, Run
-from kvprefetch.daemon.work.calls import Call, Caller, Kind
+from kvprefetch.daemon.work.calls import Call, CallKind, EngineCalls
 from kvprefetch.daemon.work.pools import Pools
 from kvprefetch.shmring.gpu.cuda import Device
 from kvprefetch.shmring.gpu.driver import GRAIN_BYTES
@@ -99,7 +99,7 @@ class Rig:
         self.staging = DeviceStaging([SLOT_BYTES], [gpu.uuid], budget_bytes=SLAB_BYTES, margin_bytes=0)
         self.staging.follow(staging)
         assert self.staging.slots == NEAR
-        self.pools, self.caller, self.promoted, self.off = Pools(1), Caller(self.log), 0, ""
+        self.pools, self.engine, self.promoted, self.off = Pools(1), EngineCalls(self.log), 0, ""
         self.requests: dict[Key, Request] = {}
         runs = [Run([b""], array("I", [slot]), Lane.MEMORY, None, pins=1) for slot in range(SLOTS)]
         copies = Copies(range(SLOTS, SLOTS + NEAR), runs)
@@ -135,7 +135,7 @@ class Rig:
         """Start what the promoter wants, as an epoch does."""
         while (job := self.promoter.next_job()) is not None:
             overdue = partial(self.overdue, job)
-            self.pools.start(Call(Kind.COPY, job.run, partial(self.done, job), overdue, self.caller))
+            self.pools.start(Call(CallKind.COPY, job.run, partial(self.done, job), overdue, self.engine))
 
     def overdue(self, job: DeviceJob) -> None:
         self.off = self.promoter.overdue(job) or self.off
@@ -158,8 +158,8 @@ class Rig:
     def end(self) -> None:
         """As the daemon's epoch ends."""
         self.promotions.close()
-        self.pools.start(Call(Kind.COPY, self.staging.close, lambda _: None, None, self.caller))
-        self.until(lambda: self.caller.running == 0)
+        self.pools.start(Call(CallKind.COPY, self.staging.close, lambda _: None, None, self.engine))
+        self.until(lambda: self.engine.running == 0)
 
     def close(self) -> None:
         """The worker is gone and the epoch ended: nothing is left of either."""

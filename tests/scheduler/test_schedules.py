@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
-from kvprefetch.connector.request_state import Answer, RequestState
+from kvprefetch.connector.request_state import Claim, RequestState
 from tests.scheduler.schedules import explore
 from tests.scheduler.shape import Site
 
@@ -59,7 +59,7 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
             return decided
         return Verdict.WAIT if wait.stopped or chance.random() < 0.5 else Verdict.STOP
 
-    def claimed(self: RequestState, answer: Answer) -> None:
+    def claimed(self: RequestState, answer: Claim) -> None:
         seen["loads of stopped fetches"] += self.handle is not None and self.handle.stopped
         claim(self, answer)
 

@@ -18,7 +18,7 @@ import yaml
 
 from kvprefetch.connector.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
-from kvprefetch.daemon.cli.help_page import EXITS, Group
+from kvprefetch.daemon.cli.help_page import EXITS, CommandGroup
 from kvprefetch.daemon.cli.main import build
 from kvprefetch.daemon.config.model import NEXT_ATTACH, RELOADABLE, SIZES, DaemonConfig
 from kvprefetch.daemon.telemetry.causes import Cause
@@ -71,7 +71,7 @@ def daemon() -> str:
 def exits() -> str:
     """The table of docs/reference/command-line.md."""
     lines = ["| status | command | meaning |", "| --- | --- | --- |"]
-    pages = {name: each.page for name, each in build().all_commands().items() if not isinstance(each, Group)}
+    pages = {name: each.page for name, each in build().all_commands().items() if not isinstance(each, CommandGroup)}
     rows = [(status, name, said) for name, page in pages.items() for status, said in page.exits.items()]
     rows += [(status, "", said) for status, said in EXITS.items()] + [(130, "", "interrupted, where no row says else")]
     for status, name, said in sorted(rows, key=lambda row: row[:2]):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.cli import main
-from kvprefetch.daemon.cli.help_page import Group
+from kvprefetch.daemon.cli.help_page import CommandGroup
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
 from tests.support.command import COMMAND, kvprefetchd
@@ -28,7 +28,7 @@ DONE = {
 
 
 def test_each_command_has_json_or_shows_nothing() -> None:
-    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, Group)}
+    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, CommandGroup)}
     assert {name for name, each in commands.items() if "json" not in [param.name for param in each.params]} == WITHOUT
 
 
@@ -44,7 +44,7 @@ def test_json_of_every_command_is_one_object_with_the_same_first_keys(
     shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for `tail`, which prints the log's lines as they are."""
-    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, Group)}
+    commands = {name: each for name, each in main.build().all_commands().items() if not isinstance(each, CommandGroup)}
     assert EXAMPLES.keys() == commands.keys() - WITHOUT - {"tail"}
     monkeypatch.setenv("KVPREFETCHD_SOCKET", str(shared_daemon.socket))
     engine = FakeEngine(shared_daemon.socket, engine_id="shown", prefix="json")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.daemon.cli.reuse import FILLED, Prompt, Reuse, prompts
+from kvprefetch.daemon.cli.reuse import FILLED, LogPrompt, Reuse, prompts
 from kvprefetch.daemon.config.model import ConfigError
 from kvprefetch.kv.hashing import block_digests
 from tests.lab.daemon import Daemon
@@ -24,16 +24,16 @@ from tests.support.waiting import eventually
 UNIT = 32  # tokens of a block
 
 
-def conversations(count: int, seed: int = 7) -> list[Prompt]:
+def conversations(count: int, seed: int = 7) -> list[LogPrompt]:
     """Turns of conversations that grow, under a few system prompts, one turn of any after the other."""
-    choose, open_ones, made = random.Random(seed), list[list[str]](), list[Prompt]()
+    choose, open_ones, made = random.Random(seed), list[list[str]](), list[LogPrompt]()
     while len(made) < count:
         if len(open_ones) < 24 or choose.random() < 0.1:
             open_ones.append([f"system {choose.randrange(4)} {at}" for at in range(choose.randrange(2, 6))])
             open_ones = open_ones[-48:]
         blocks = open_ones[min(choose.randrange(len(open_ones)), choose.randrange(len(open_ones)))]
         blocks += [f"{len(made)} {at}" for at in range(choose.randrange(1, 6))]
-        made.append(Prompt(len(blocks) * UNIT + 5, blocks[:24], UNIT))
+        made.append(LogPrompt(len(blocks) * UNIT + 5, blocks[:24], UNIT))
     return made
 
 
@@ -66,10 +66,10 @@ def test_prompts_are_read_from_the_logs_of_three_systems() -> None:
         f"DEBUG 11-29 Request cmpl-1 details: prompt: 'x', prompt_token_ids: {ids}, prompt_embeds shape: None.",
         json.dumps({"prompt": ids}),
     ]
-    hashed = Prompt(40, [*block_digests(ids, 16)], 16)
+    hashed = LogPrompt(40, [*block_digests(ids, 16)], 16)
     assert len(hashed.blocks) == 2
     assert [*prompts(lines, 16)] == [
-        *(Prompt(1100, [7, 8], 512), Prompt(70, [7], 64), Prompt(600, ["0xa", "0xb"], 256), hashed, hashed)
+        *(LogPrompt(1100, [7, 8], 512), LogPrompt(70, [7], 64), LogPrompt(600, ["0xa", "0xb"], 256), hashed, hashed)
     ]
     with pytest.raises(ConfigError, match="line 1 of the trace is no prompt: KeyError"):
         [*prompts(['{"hash_ids": [1]}'], 16)]
@@ -104,7 +104,7 @@ def test_the_command_prints_a_curve(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["estimate", str(tmp_path / "none"), "--token-bytes", "1"]) == 69
 
 
-def replayed(made: Sequence[Prompt], memory: str, block_bytes: int) -> float:
+def replayed(made: Sequence[LogPrompt], memory: str, block_bytes: int) -> float:
     """Send the prompts through a real daemon and a real store of this size; return the part of blocks that it found."""
     with (
         Store(memory=memory, lease_ms=200) as store,

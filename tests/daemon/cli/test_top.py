@@ -47,14 +47,14 @@ ENGINE = {
     "slots_unused": 2, "blocks_wasted": 3,
 }  # fmt: skip
 MIB = 1 << 20
-AT_REST = overview.Rates(0.0, 0.0, None)
+AT_REST = overview.NodeRates(0.0, 0.0, None)
 
 
 def engine(**changes: Any) -> dict[str, Any]:
     return {**ENGINE, **changes}
 
 
-def shown(now: Status, width: int, rates: overview.Rates = AT_REST) -> list[str]:
+def shown(now: Status, width: int, rates: overview.NodeRates = AT_REST) -> list[str]:
     """The lines of a frame on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width)
     console.print(top_view.frame(now, rates))
@@ -109,7 +109,7 @@ def slow(request_id: str, engine: str, outcome: str, exposed_ms: float, **change
 
 def test_a_frame_shows_engines_and_slow_requests() -> None:
     one = slow("cmpl-[red]9", "e", "late", 250.0, fetched_bytes=10 * MIB, ago_s=42.0)
-    lines = shown(status(engine(), slowest=[one]), 140, overview.Rates(12.0, 3 << 20, 0.5))
+    lines = shown(status(engine(), slowest=[one]), 140, overview.NodeRates(12.0, 3 << 20, 0.5))
     assert [line for line in lines if "12.0 hints/s, fetching 3 MiB/s, hidden 50 %" in line]
     line = next(line for line in lines if "cmpl-" in line)
     assert line.split() == ["250", "ms", "late", "10", "MiB", "42", "s", "ago", "e", "cmpl-[red]9"]

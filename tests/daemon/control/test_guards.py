@@ -14,7 +14,7 @@ import pytest
 
 from kvprefetch.daemon.config.model import DaemonConfig
 from kvprefetch.daemon.control.connections import MAX_STRANGERS
-from kvprefetch.shmring.wire.admin import Announce, Caller, EngineQuery, Outcome, Report, StatusQuery
+from kvprefetch.shmring.wire.admin import Announce, AnnounceStep, Caller, EngineQuery, Report, StatusQuery
 from kvprefetch.shmring.wire.attach import Mapped, Refused, Reset
 from kvprefetch.shmring.wire.codec import Message, encode_message, send_message
 from tests.daemon.control.test_server import Served, SlowEpochs
@@ -112,7 +112,7 @@ def test_an_announcement_for_an_earlier_epoch_is_rejected(shared_daemon: Daemon,
         fd = memfd(bytes(32))
         send_message(sock, announcement(engine, engine.epoch - 1), [fd])
         os.close(fd)
-        told = answer(sock, Outcome)
+        told = answer(sock, AnnounceStep)
     assert (told.number, told.outcome) == (5, "rejected")
     assert told.reason.startswith("this engine is not attached any more: engine='attached' epoch=")
 

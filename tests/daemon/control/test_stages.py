@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvprefetch.daemon.control.access import Credentials
-from kvprefetch.daemon.control.group import INCOMPLETE_NS, WARM_UP_NS, Group, Peer, Stage
+from kvprefetch.daemon.control.group import INCOMPLETE_NS, WARM_UP_NS, EngineGroup, Peer, Stage
 from kvprefetch.daemon.telemetry.health import judge
 from kvprefetch.shmring.wire.attach import Notice
 from kvprefetch.shmring.wire.codec import receive_message
@@ -97,7 +97,7 @@ def test_memory_that_does_not_come_is_one_warning_in_both_logs(served: Served) -
 def test_each_stage_has_a_deadline_of_its_own() -> None:
     """A stage begins anew only when another one was in between: ranks that come and go do not put it off."""
     spec, ours = EngineSpec(ranks=2), socket.socketpair()
-    group = Group((spec.engine_id, spec.incarnation), 2, 0)
+    group = EngineGroup((spec.engine_id, spec.incarnation), 2, 0)
     peers = [Peer(ours[0], Credentials(1, 0, frozenset()), allowed=True) for _ in range(3)]
     now_ns = SECOND
     for stage, step in (

@@ -28,7 +28,7 @@ from kvprefetch.daemon.door.__main__ import BODIES, CONNECTIONS, SLOW_S
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, MAX_TOKENS, Answered, Prefetch
 from kvprefetch.daemon.door.messages import Messages
-from kvprefetch.shmring.wire.admin import Announce, Caller, Engine, EngineQuery, Outcome
+from kvprefetch.shmring.wire.admin import Announce, AnnounceStep, Caller, Engine, EngineQuery
 from tests.daemon.door.test_door import announce, message, token_file
 from tests.daemon.stores import engine_with, stored
 from tests.lab.daemon import Daemon
@@ -318,7 +318,7 @@ def test_callers_that_wait_for_an_end_take_nobody_the_first_answer(monkeypatch: 
             return Engine.model_validate({"engine": "e", "epoch": 1, **sizes, "hash_algorithm": "", "hash_probe": ""})
 
         def announce(self, order: Announce, _: bytes) -> None:
-            accepted = Outcome(number=order.number, outcome="accepted")
+            accepted = AnnounceStep(number=order.number, outcome="accepted")
             threading.Timer(0.1, messages.note, [accepted]).start()
 
     link: Any = Late()

@@ -22,12 +22,11 @@ import structlog
 
 from kvprefetch.client.door import Door
 from kvprefetch.daemon.config.model import DaemonConfig, hints_socket
-from kvprefetch.daemon.control.door import PAUSE_NS
-from kvprefetch.daemon.control.door import Door as Sockets
+from kvprefetch.daemon.control.door import PAUSE_NS, DoorSockets
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Bad
-from kvprefetch.daemon.door.link import Link
+from kvprefetch.daemon.door.link import DaemonConnection
 from kvprefetch.daemon.door.messages import MAX_ANSWERS, Messages
-from kvprefetch.shmring.wire.admin import Announce, Caller, EngineQuery, Outcome
+from kvprefetch.shmring.wire.admin import Announce, AnnounceStep, Caller, EngineQuery
 from kvprefetch.shmring.wire.attach import Refused
 from kvprefetch.shmring.wire.records import session_digest
 from tests.daemon.cli.test_mode import switch
@@ -215,7 +214,7 @@ def test_an_answer_that_comes_too_late_is_nobody_else_s(serve: Serve) -> None:
     daemon = serve()
     engines = [FakeEngine(daemon.socket, engine_id=name, prefix=name) for name in ("one", "two")]
     gone = threading.Event()
-    link = Link(daemon.socket, lambda _: None, gone.set)
+    link = DaemonConnection(daemon.socket, lambda _: None, gone.set)
     with ThreadPoolExecutor(1) as thread:
         with frozen(daemon.pid):
             with pytest.raises(Bad, match="did not answer"):
@@ -350,8 +349,8 @@ def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
         caller=Caller(uid=0, groups=[]), number=1, name="m", engine="e", epoch=1, hashes=1, hash_bytes=32
     )
     assert "descriptor" in ask(daemon.socket, without, Refused, uid=0).error
-    outcomes, gone = list[Outcome](), threading.Event()
-    link = Link(daemon.socket, outcomes.append, gone.set)
+    outcomes, gone = list[AnnounceStep](), threading.Event()
+    link = DaemonConnection(daemon.socket, outcomes.append, gone.set)
     link.announce(without.model_copy(update={"caller": Caller(uid=4243, groups=[])}), bytes(32))
     eventually(lambda: outcomes, what="an answer")
     assert (outcomes[0].outcome, "may not attach" in outcomes[0].reason) == ("rejected", True), "it might a moment ago"
@@ -362,7 +361,7 @@ def test_each_user_announces_for_its_own_engines(serve: Serve) -> None:
 def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DaemonConfig.model_validate({"socket": str(tmp_path / "control.sock")})
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        door = Sockets(config, epoll, structlog.get_logger())
+        door = DoorSockets(config, epoll, structlog.get_logger())
         caller.connect(str(config.hints_socket))
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
         [(fd, _)] = epoll.poll(10)
@@ -383,5 +382,5 @@ def test_of_each_user_the_newest_answers_are_kept() -> None:
     assert messages.get(one, "first") is first, "another user's messages cost it nothing"
     messages.add(one, "m", b"", [Answered(action_id="a", outcome="deferred")] * MAX_ANSWERS)
     assert messages.get(one, "first") is None
-    messages.note(Outcome(number=number, outcome="expired"))
+    messages.note(AnnounceStep(number=number, outcome="expired"))
     assert first.answers[0].outcome == "deferred", "nothing keeps it"

@@ -10,7 +10,7 @@ from kvprefetch.daemon.planning.requests import Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.trace import Met
 from kvprefetch.kv.prompts import Prompt
-from kvprefetch.shmring.wire.admin import Announce, Caller, Outcome
+from kvprefetch.shmring.wire.admin import Announce, AnnounceStep, Caller
 from tests.daemon.planning.support import ONE_GROUP, FlagsModel, Planner, block, digests, hint, shown
 
 MS = 1_000_000
@@ -39,7 +39,7 @@ class Setup:
         self.asked: list[str] = []
         self.waiting: list[Request] = []
         self.ahead = Ahead(ONE_GROUP, slots)
-        self.told: list[tuple[str, Outcome]] = []  # by the prompt
+        self.told: list[tuple[str, AnnounceStep]] = []  # by the prompt
         self.names: dict[int, str] = {}
         self.numbers = count(1)
 

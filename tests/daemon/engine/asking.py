@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvprefetch.daemon.engine.leases import Leases
-from kvprefetch.daemon.engine.lookups import Absent, Answer, Batch, LookUps, Lost
+from kvprefetch.daemon.engine.lookups import Batch, GoneBlocks, LookedUp, LookUps, Lost
 from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
@@ -31,9 +31,9 @@ class Setup:
         leases = Leases(10 * SECOND, self.planner.requests, Sessions(ONE_GROUP))
         self.look_ups = LookUps(self.planner.requests, self.bad_values, leases, timeout_ns=4 * SECOND, shards=shards)
 
-    def apply(self, answers: Sequence[Answer | Lost | Absent]) -> None:
+    def apply(self, answers: Sequence[LookedUp | Lost | GoneBlocks]) -> None:
         for answer in answers:
-            if isinstance(answer, Absent):
+            if isinstance(answer, GoneBlocks):
                 continue
             key = answer.request.key
             if isinstance(answer, Lost):

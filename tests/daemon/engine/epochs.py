@@ -17,7 +17,7 @@ from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
 from kvprefetch.daemon.work.call_size import CallSize
-from kvprefetch.daemon.work.calls import Call, Caller, Kind
+from kvprefetch.daemon.work.calls import Call, CallKind, EngineCalls
 from kvprefetch.daemon.work.link_share import LinkShare
 from kvprefetch.daemon.work.rates import Rates
 from kvprefetch.kv.groups import Groups
@@ -50,13 +50,13 @@ class Pools:
         call.start()
         self.calls.append(call)
 
-    def exhausted(self, lane: Lane, caller: Caller) -> bool:
+    def exhausted(self, lane: Lane, engine: EngineCalls) -> bool:
         return False
 
-    def save_room(self, caller: Caller | None = None) -> bool:
-        return not any(call.kind is Kind.SAVE for call in self.calls)
+    def save_room(self, engine: EngineCalls | None = None) -> bool:
+        return not any(call.kind is CallKind.SAVE for call in self.calls)
 
-    def fetch_room(self, lane: Lane, caller: Caller) -> bool:
+    def fetch_room(self, lane: Lane, engine: EngineCalls) -> bool:
         return self.room
 
     def end(self, result: Any) -> Call:

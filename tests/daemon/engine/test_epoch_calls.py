@@ -13,8 +13,8 @@ from kvprefetch.daemon.planning.bad_values import BAD_NS
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.work.call_size import CALL_NS
-from kvprefetch.daemon.work.calls import FETCHES, Call, Kind
-from kvprefetch.shmring.wire.admin import Outcome
+from kvprefetch.daemon.work.calls import FETCHES, Call, CallKind
+from kvprefetch.shmring.wire.admin import AnnounceStep
 from kvprefetch.shmring.wire.attach import ResetDone, Stored
 from kvprefetch.shmring.wire.codec import Message
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
@@ -208,9 +208,9 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
 
 
 def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup) -> None:
-    told: list[Outcome] = []
+    told: list[AnnounceStep] = []
     setup.epoch.announce(announced("a"), digest("a"), told.append)
-    assert setup.calls[-1].kind is Kind.LOOK_UP
+    assert setup.calls[-1].kind is CallKind.LOOK_UP
     setup.pools.end([Found(b"\1", b"\0")])
     setup.pools.room = False
     assert not setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
@@ -220,7 +220,7 @@ def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup)
     setup.pools.room = True
     setup.start()
     assert setup.epoch.start_fetch(Lane.MEMORY, ahead=True)
-    assert [call.kind for call in setup.calls[looking_up:]] == [Kind.FETCH_MEMORY] * 2
+    assert [call.kind for call in setup.calls[looking_up:]] == [CallKind.FETCH_MEMORY] * 2
     setup.pools.end([OK])
     setup.epoch.drain(0)
     assert [(each.outcome, each.fetched) for each in told] == [("accepted", 0), ("completed", 1)]
@@ -249,7 +249,7 @@ def test_only_with_kv_events_is_the_store_asked_for_media_and_the_engine_told(ev
     setup.push(RecordKind.SAVED, encode_saved(Saved(5, 0, False, [12], [block("a")])))
     assert setup.epoch.start_save()
     put = setup.calls[-1]
-    assert put.kind is Kind.SAVE
+    assert put.kind is CallKind.SAVE
     setup.pools.end(put.run())
     assert setup.epoch.counters["saved_blocks"] == 1
     assert setup.sent == ([Stored(save_id=5, memory=[], disk=[12], failed=[])] if events else [])
@@ -297,7 +297,7 @@ def test_a_look_up_past_its_deadline_makes_a_miss_and_the_store_suspect() -> Non
 
 
 def test_another_mode_refuses_what_waits_for_its_request(setup: Setup) -> None:
-    told: list[Outcome] = []
+    told: list[AnnounceStep] = []
     setup.epoch.announce(announced("a"), digest("a"), told.append)
     setup.epoch.switch("shadow")
     setup.epoch.drain(0)

@@ -17,7 +17,7 @@ from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.snapshot import Snapshot
-from kvprefetch.daemon.work.calls import Caller
+from kvprefetch.daemon.work.calls import EngineCalls
 from kvprefetch.shmring.flags import MAX_COUNT, MAX_GENERATION, pack
 from kvprefetch.shmring.wire.records import (
     Ask,
@@ -73,13 +73,13 @@ class RandomPools(Pools):
         super().__init__()
         self.chance = chance
 
-    def exhausted(self, lane: Lane, caller: Caller) -> bool:
+    def exhausted(self, lane: Lane, engine: EngineCalls) -> bool:
         return self.chance.random() < 0.01
 
     def running(self) -> dict[str, int]:
         return {"fetch": 1}
 
-    def fetch_room(self, lane: Lane, caller: Caller) -> bool:
+    def fetch_room(self, lane: Lane, engine: EngineCalls) -> bool:
         return self.chance.random() < 0.7
 
     def step(self) -> None:

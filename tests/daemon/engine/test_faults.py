@@ -21,7 +21,7 @@ from kvprefetch.daemon.engine.transfers import Found, SaveResult
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.work.calls import Kind
+from kvprefetch.daemon.work.calls import CallKind
 from kvprefetch.shmring.wire import records
 from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.daemon.engine.epochs import SECOND_NS, Pools, announced, block, digest, later_weights, make_epoch
@@ -29,9 +29,9 @@ from tests.support.engine_side import EngineSide, Key
 
 KEY, LATER = (0, 1), (1, 1)
 RESULTS = {
-    Kind.LOOK_UP: lambda count: [Found(b"\1" * count, bytes(count))],
-    Kind.FETCH_MEMORY: lambda count: [ErrorClass.OK] * count,
-    Kind.SAVE: lambda _: SaveResult(1, 0, 0, []),
+    CallKind.LOOK_UP: lambda count: [Found(b"\1" * count, bytes(count))],
+    CallKind.FETCH_MEMORY: lambda count: [ErrorClass.OK] * count,
+    CallKind.SAVE: lambda _: SaveResult(1, 0, 0, []),
 }
 
 

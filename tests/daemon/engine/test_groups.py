@@ -18,7 +18,7 @@ from kvprefetch.daemon.engine.transfers import Found, RankLayout
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
 from kvprefetch.daemon.telemetry.events import Ending
-from kvprefetch.daemon.work.calls import Kind as CallKind
+from kvprefetch.daemon.work.calls import CallKind
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.flags import Flag
 from kvprefetch.shmring.wire.attach import WorkerInfo

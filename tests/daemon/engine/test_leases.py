@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprefetch.daemon.engine.leases import Leases
-from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, Answer, LookUps
+from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, LookedUp, LookUps
 from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
@@ -129,7 +129,7 @@ def held(prompts: int) -> list[int]:
                 ends[part.request.key[0], part.start : part.start + len(part.names)] = asked_ns + 2 * SECOND
             found = [Found(b"\1" * len(digests), b"") for digests in batch.digests]
             for answer in look_ups.answered(batch, found, now):
-                if isinstance(answer, Answer):
+                if isinstance(answer, LookedUp):
                     planner.choose(answer.request)
             batch = None
         if now % (100 * MS) == 0:

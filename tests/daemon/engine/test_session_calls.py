@@ -10,7 +10,7 @@ from kvprefetch.daemon.engine.sessions import MARGIN_NS, OWN_GAPS, TRIES, UNKNOW
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.store.errors import ErrorClass
-from kvprefetch.daemon.work.calls import Kind
+from kvprefetch.daemon.work.calls import CallKind
 from kvprefetch.kv.groups import Groups
 from kvprefetch.shmring.wire.records import NO_SESSION, FlagState, session_digest
 from tests.daemon.engine.epochs import SECOND_NS, Engine, Pools, digest, later_weights, make_epoch
@@ -35,7 +35,7 @@ class Setup(Engine):
         while True:
             if self.pools.calls:
                 run: Any = self.pools.calls[-1].run
-                if self.pools.calls[-1].kind is Kind.LOOK_UP:
+                if self.pools.calls[-1].kind is CallKind.LOOK_UP:
                     self.asked += ["".join(chr(name[0]) for name in names) for names in run.args[2]]
                     self.pools.end([Found(b"\1" * len(names), bytes(len(names))) for names in run.args[2]])
                 else:

@@ -18,7 +18,7 @@ from kvprefetch.daemon.engine.sessions import (
     Due,
     Sessions,
 )
-from kvprefetch.shmring.wire.admin import Outcome
+from kvprefetch.shmring.wire.admin import AnnounceStep
 from tests.daemon.planning.support import ONE_GROUP
 
 SECOND_NS, SIZE = 1_000_000_000, 8
@@ -54,7 +54,7 @@ class Setup:
             self.come(session, "a" * (number + 2), GAP_NS)
 
     def told(self, due: Due, outcome: str, number: int = 0, **counts: int) -> None:
-        said = Outcome.model_validate({"number": number or self.numbers, "outcome": outcome, **counts})
+        said = AnnounceStep.model_validate({"number": number or self.numbers, "outcome": outcome, **counts})
         self.sessions.told(due, self.now, said)
 
     def first_due_ns(self, most_ns: int = 10 * GAP_NS) -> int:

@@ -10,7 +10,7 @@ import pytest
 from kvprefetch.daemon.engine.leases import MOST_NAMES, Leases
 from kvprefetch.daemon.engine.sessions import Sessions
 from kvprefetch.daemon.engine.transfers import Found, SaveResult
-from kvprefetch.daemon.work.calls import Kind
+from kvprefetch.daemon.work.calls import CallKind
 from kvprefetch.kv.groups import Group, Groups
 from kvprefetch.kv.groups import Kind as Rule
 from kvprefetch.shmring.wire.attach import Absent
@@ -59,12 +59,12 @@ class Setup(Engine):
 
     def look_up(self) -> Any:
         """Return the names of the look-up that is out, which waits for its answer."""
-        [call] = [call for call in self.pools.calls if call.kind is Kind.LOOK_UP]
+        [call] = [call for call in self.pools.calls if call.kind is CallKind.LOOK_UP]
         run: Any = call.run
         return call, run.args[2]
 
     def answer(self, *, away: bool = False) -> None:
-        while any(call.kind is Kind.LOOK_UP for call in self.pools.calls):
+        while any(call.kind is CallKind.LOOK_UP for call in self.pools.calls):
             call, questions = self.look_up()
             self.pools.calls.remove(call)
             for names in questions:
@@ -162,7 +162,7 @@ def test_a_block_that_is_being_put_is_not_absent(when: str) -> None:
     if when != "queued":
         assert setup.epoch.start_save()
     if when == "ended":
-        [call] = [call for call in setup.pools.calls if call.kind is Kind.SAVE]
+        [call] = [call for call in setup.pools.calls if call.kind is CallKind.SAVE]
         setup.pools.calls.remove(call)
         call.finish(SaveResult(1, 0, 0, [], digests=[block("a")]))
     setup.answer()

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from kvprefetch.daemon.planning import planner as module
-from kvprefetch.daemon.planning.requests import Announced, Broken, Key, Order, Publication, Request
+from kvprefetch.daemon.planning.requests import AnnounceTimes, Broken, Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
@@ -130,7 +130,7 @@ class Planner(module.Planner):
         until_ns: int = 0,
     ) -> Request:
         """A request of one KV group arrives, or is announced; its digests have `size` bytes."""
-        blocks, announced = range(local, len(hashes) // size), Announced(0, until_ns) if until_ns else None
+        blocks, announced = range(local, len(hashes) // size), AnnounceTimes(0, until_ns) if until_ns else None
         return self.arrives(key, ONE_GROUP, hashes, blocks, priority, at_ns, announced, room=0)
 
     def looked_up(self, key: Key, found: int, on_disk: bytes = b"") -> None:

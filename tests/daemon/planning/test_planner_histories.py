@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.daemon.planning import holdings
-from kvprefetch.daemon.planning.requests import Announced, Key, Order
+from kvprefetch.daemon.planning.requests import AnnounceTimes, Key, Order
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.planning.support import ONE_GROUP, SHAPES, Planner, digests, planned, returned
 
@@ -172,7 +172,7 @@ class History:
             case "announce":
                 self.number += 1
                 names = some_prompt(chance, self.each)
-                self.arrives((-1, self.number), 0, names, 0, 0, Announced(0, chance.randint(1, 9)))
+                self.arrives((-1, self.number), 0, names, 0, 0, AnnounceTimes(0, chance.randint(1, 9)))
             case "ahead":
                 self.begin(planner.next_order(chance.choice(list(Lane)), ahead=True))
             case "reset":

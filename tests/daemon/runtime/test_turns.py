@@ -15,7 +15,7 @@ from kvprefetch.daemon.engine.epoch_calls import REPLIES
 from kvprefetch.daemon.engine.transfers import SaveResult
 from kvprefetch.daemon.runtime import loop
 from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
-from kvprefetch.daemon.work.calls import Kind
+from kvprefetch.daemon.work.calls import CallKind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.announcing import announced, joined
 from tests.daemon.engine.epochs import Engine, Pools, block, make_epoch
@@ -53,13 +53,13 @@ class Turns:
     def turn(self) -> int | None:
         """One turn of the loop; return the engine that has a put in flight then, which ends now."""
         self.loop.turn(now_ns := time.monotonic_ns(), now_ns + TICK_NS)
-        puts = [call for call in self.pools.calls if call.kind is Kind.SAVE]
+        puts = [call for call in self.pools.calls if call.kind is CallKind.SAVE]
         assert len(puts) < 2, "one put at a time"
         if not puts:
             return None
         self.pools.calls.remove(puts[0])
         puts[0].finish(SaveResult(1, 0, 0, []))
-        return next(at for at, each in enumerate(self.engines) if each.epoch is puts[0].caller)
+        return next(at for at, each in enumerate(self.engines) if each.epoch is puts[0].engine)
 
     def close(self) -> None:
         for engine in self.engines:

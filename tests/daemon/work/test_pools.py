@@ -17,13 +17,13 @@ import structlog
 
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.work.call_size import CALL_NS, QUICK_BYTES
-from kvprefetch.daemon.work.calls import FETCHES, Call, Caller, Kind
+from kvprefetch.daemon.work.calls import FETCHES, Call, CallKind, EngineCalls
 from kvprefetch.daemon.work.pools import MAX_STUCK, SLOW_NS, Pools
 from tests.support.ordinary import AS_NOBODY
 from tests.support.waiting import eventually
 
 TIMEOUT_NS = 200_000_000
-ENGINE, OTHER, THIRD = (Caller(structlog.get_logger()) for _ in range(3))
+ENGINE, OTHER, THIRD = (EngineCalls(structlog.get_logger()) for _ in range(3))
 
 
 class Calls:
@@ -36,14 +36,14 @@ class Calls:
         self.overdue: list[str] = []
         self.ran: list[str] = []
 
-    def start(self, name: str, kind: Kind, caller: Caller = ENGINE, *, hang: bool = False) -> None:
+    def start(self, name: str, kind: CallKind, engine: EngineCalls = ENGINE, *, hang: bool = False) -> None:
         work = self._hang if hang else partial(self._run, name)
         overdue = partial(self.overdue.append, name)
-        self.pools.start(Call(kind, work, partial(self.results.__setitem__, name), overdue, caller))
+        self.pools.start(Call(kind, work, partial(self.results.__setitem__, name), overdue, engine))
 
-    def run(self, name: str, kind: Kind, caller: Caller = ENGINE) -> Any:
+    def run(self, name: str, kind: CallKind, engine: EngineCalls = ENGINE) -> Any:
         """Start a call and wait for its result."""
-        self.start(name, kind, caller)
+        self.start(name, kind, engine)
         return self.result(name)
 
     def result(self, name: str) -> Any:
@@ -84,15 +84,15 @@ def test_a_call_that_hangs_is_given_up_once_and_the_next_one_runs_meanwhile(call
     for number in range(3):
         calls.release.clear()
         calls.overdue.clear()
-        calls.start(f"hung-{number}", Kind.SAVE, hang=True)
-        assert calls.run(f"next-{number}", Kind.SAVE) is True
+        calls.start(f"hung-{number}", CallKind.SAVE, hang=True)
+        assert calls.run(f"next-{number}", CallKind.SAVE) is True
         assert calls.overdue == [f"hung-{number}"]
         assert calls.pools.stuck == 1
         calls.release.set()
         calls.result(f"hung-{number}")
         assert calls.pools.stuck == 0
         assert calls.overdue == [f"hung-{number}"]
-        assert calls.run(f"after-{number}", Kind.SAVE) is True
+        assert calls.run(f"after-{number}", CallKind.SAVE) is True
     calls.until(lambda: sum(thread.name.startswith("save-") for thread in threading.enumerate()) <= 1)
 
 
@@ -116,7 +116,7 @@ def test_as_many_fetches_run_at_a_time_as_there_are_threads_where_the_link_is_qu
 
 def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: Calls) -> None:
     """The main loop sleeps in an epoll over it."""
-    calls.start("one", Kind.LOOK_UP)
+    calls.start("one", CallKind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
     calls.pools.clear_bell()
     calls.result("one")
@@ -126,11 +126,11 @@ def test_results_are_announced_at_the_descriptor_until_they_are_fetched(calls: C
 
 def test_a_result_that_was_taken_wakes_nobody(calls: Calls) -> None:
     """It comes while the loop works, and the loop takes it before it sleeps: a turn more would find nothing."""
-    calls.start("one", Kind.LOOK_UP)
+    calls.start("one", CallKind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
     calls.result("one")
     assert not select.select([calls.pools.fd], [], [], 0)[0]
-    calls.start("two", Kind.LOOK_UP)
+    calls.start("two", CallKind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
 
 
@@ -141,30 +141,30 @@ def test_a_result_that_comes_while_the_bell_is_cleared_silences_no_later_one(
     read = os.eventfd_read
 
     def come_in_between(fd: int) -> int:
-        calls.start("between", Kind.SAVE)
+        calls.start("between", CallKind.SAVE)
         eventually(lambda: "between" in calls.ran, what="the call")
         time.sleep(0.05)  # until it is announced
         return read(fd)
 
-    calls.start("first", Kind.LOOK_UP)
+    calls.start("first", CallKind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
     with monkeypatch.context() as patch:
         patch.setattr(os, "eventfd_read", come_in_between)
         calls.pools.clear_bell()
     calls.result("between")
-    calls.start("later", Kind.LOOK_UP)
+    calls.start("later", CallKind.LOOK_UP)
     assert select.select([calls.pools.fd], [], [], 30)[0]
 
 
 def test_what_waits_for_a_thread_is_given_up_when_as_many_hang_as_may(calls: Calls) -> None:
     """Without having run: what it would write to may be gone by the time there is a thread again."""
     for number in range(MAX_STUCK):
-        calls.start(f"hung-{number}", Kind.SAVE, hang=True)
-    assert isinstance(calls.run("late", Kind.SAVE), TimeoutError)
+        calls.start(f"hung-{number}", CallKind.SAVE, hang=True)
+    assert isinstance(calls.run("late", CallKind.SAVE), TimeoutError)
     assert calls.pools.stuck == MAX_STUCK
     calls.release.set()
     calls.until(lambda: calls.pools.stuck == 0)
-    assert calls.run("after", Kind.SAVE) is True
+    assert calls.run("after", CallKind.SAVE) is True
     assert "late" not in calls.ran
 
 
@@ -172,33 +172,33 @@ def test_a_lane_that_hangs_leaves_the_other_alone_and_has_room_again_when_its_ca
     hang_all(calls, Lane.DISK)
     assert not calls.pools.fetch_room(Lane.DISK, ENGINE)
     assert calls.pools.fetch_room(Lane.MEMORY, ENGINE)
-    assert calls.run("fast", Kind.FETCH_MEMORY) is True
-    assert isinstance(calls.run("no-thread", Kind.FETCH_DISK), TimeoutError)
+    assert calls.run("fast", CallKind.FETCH_MEMORY) is True
+    assert isinstance(calls.run("no-thread", CallKind.FETCH_DISK), TimeoutError)
     calls.release.set()
     calls.until(lambda: calls.pools.fetch_room(Lane.DISK, ENGINE))
-    assert calls.run("again", Kind.FETCH_DISK) is True
+    assert calls.run("again", CallKind.FETCH_DISK) is True
 
 
 def test_calls_of_one_engine_that_hang_leave_room_for_the_others_until_one_of_theirs_does(calls: Calls) -> None:
     hang_all(calls, Lane.MEMORY)
     for number in range(3):
         assert calls.pools.fetch_room(Lane.MEMORY, OTHER)
-        assert calls.run(f"other-{number}", Kind.FETCH_MEMORY, OTHER) is True
-    calls.start("other-hung", Kind.FETCH_MEMORY, OTHER, hang=True)
+        assert calls.run(f"other-{number}", CallKind.FETCH_MEMORY, OTHER) is True
+    calls.start("other-hung", CallKind.FETCH_MEMORY, OTHER, hang=True)
     calls.until(lambda: "other-hung" in calls.overdue)
     assert calls.pools.exhausted(Lane.MEMORY, OTHER)
     assert calls.pools.stuck == MAX_STUCK + 1
     assert not calls.pools.exhausted(Lane.MEMORY, THIRD)
-    assert calls.run("third", Kind.FETCH_MEMORY, THIRD) is True
+    assert calls.run("third", CallKind.FETCH_MEMORY, THIRD) is True
 
 
-@pytest.mark.parametrize("kind", [Kind.FETCH_MEMORY, Kind.SAVE])
-def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [CallKind.FETCH_MEMORY, CallKind.SAVE])
+def test_a_call_that_takes_long_keeps_no_place_from_another_engine_s(kind: CallKind) -> None:
     """Long before its deadline; its own engine's next one waits."""
     pools = Pools(1, timeout_ns=60_000_000_000)
     calls = Calls(pools)
     calls.start("hung", kind, hang=True)
-    if kind is Kind.FETCH_MEMORY:
+    if kind is CallKind.FETCH_MEMORY:
         calls.until(lambda: pools.fetch_room(Lane.MEMORY, OTHER))
         assert not pools.fetch_room(Lane.MEMORY, ENGINE)
     assert calls.run("other", kind, OTHER) is True
@@ -213,8 +213,8 @@ def test_a_look_up_that_does_not_return_yet_is_not_in_the_way_of_another_engine_
     began = time.monotonic_ns()
     pools = Pools(1, clock_ns=lambda: began)
     calls = Calls(pools)
-    calls.start("hung", Kind.LOOK_UP, hang=True)
-    assert calls.run("other", Kind.LOOK_UP, OTHER) is True
+    calls.start("hung", CallKind.LOOK_UP, hang=True)
+    assert calls.run("other", CallKind.LOOK_UP, OTHER) is True
     assert "hung" not in calls.results
     calls.release.set()
     calls.result("hung")
@@ -233,7 +233,7 @@ def hang_all(calls: Calls, lane: Lane) -> None:
 def test_closing_does_not_wait_for_a_call_that_hangs() -> None:
     pools = Pools(1, timeout_ns=TIMEOUT_NS)
     calls = Calls(pools)
-    calls.start("hung", Kind.LOOK_UP, hang=True)
+    calls.start("hung", CallKind.LOOK_UP, hang=True)
     started = time.monotonic()
     assert not pools.close()
     assert time.monotonic() - started < 10
@@ -268,7 +268,7 @@ def test_a_thread_that_announces_after_the_end_rings_no_other_bell() -> None:
     other = os.eventfd(0, os.EFD_NONBLOCK)
     os.dup2(other, number)
     calls = Calls(pools)
-    calls.start("late", Kind.SAVE)
+    calls.start("late", CallKind.SAVE)
     eventually(lambda: pools.run_finished() and calls.results)
     with pytest.raises(BlockingIOError):
         os.eventfd_read(other)
