@@ -84,7 +84,7 @@ class Bench:
         self.pin_gbps = self.bytes / (time.perf_counter() - begun) / 1e9
         self.streams = TorchStreams(self.paged.device)
         self.copies = CudaCopies(self.paged, self.device, self.streams)
-        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
+        self.epoch: Any = SimpleNamespace(number=1, rows=self.rows, device_cache=self.device_cache)
         self.scattered = [int(n) for n in np.random.default_rng(0).permutation(in_cache)[:near]]
 
     def copy(
@@ -93,7 +93,7 @@ class Bench:
         """The copies of the slots from `first_slot` on, as one step does them, with the scattered blocks from `at`."""
         count = self.blocks if count is None else count
         slots = list(range(first_slot, first_slot + count))
-        orders = [checked(self.paged, self.session, slots, self.scattered[at : at + count], save=save)]
+        orders = [checked(self.paged, self.epoch, slots, self.scattered[at : at + count], save=save)]
         return lambda: self.copies.run(orders, save=save, beside=beside)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ def device_rates(bench: Bench) -> dict[str, float]:
 
 
 def gather_into_device(bench: Bench, part: int) -> Callable[[], Any]:
-    """The gather, with the device slots standing where a session's host slots do.
+    """The gather, with the device slots standing where an epoch's host slots do.
 
     Saves into device slots do not occur; the gather is timed with them all the same, for PCIe would hide the kernel.
     """
@@ -168,8 +168,8 @@ def gather_into_device(bench: Bench, part: int) -> Callable[[], Any]:
             return bench.blocks
 
     cache = SimpleNamespace(pinned=bench.blocks, slots=0, address=0)
-    session: Any = SimpleNamespace(epoch=2, rows=Rows(), device_cache=cache)
-    orders = [Copy(session, list(range(bench.blocks)), bench.scattered[first : first + bench.blocks])]
+    epoch: Any = SimpleNamespace(number=2, rows=Rows(), device_cache=cache)
+    orders = [Copy(epoch, list(range(bench.blocks)), bench.scattered[first : first + bench.blocks])]
     return lambda: bench.copies.run(orders, save=True)
 
 

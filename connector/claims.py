@@ -18,13 +18,13 @@ from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, Outcome, RecordKind, session_digest
 from . import hints, request_hints
 from .config import ConnectorConfig, override
+from .epoch import SchedulerEpoch
 from .geometry import Geometry
 from .hints import EXPIRED, HINTED, READY, Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .request_hints import RequestHints
 from .request_state import Claim, RequestState
 from .saves import Saves
-from .session import SchedulerSession
 from .slack import Slack
 from .waits import Clock
 
@@ -112,7 +112,7 @@ class Claims:
         request: Any,
         digests: list[bytes],
         blocks: tuple[int, int],
-        session: SchedulerSession,
+        epoch: SchedulerEpoch,
         at: tuple[int, bool],
         own: RequestHints,
     ) -> Handle | None:
@@ -123,7 +123,7 @@ class Claims:
         """
         (local_blocks, usable), (now_ns, early) = blocks, at
         headers, session_id = request.trace_headers, request.session_id or own.session_id
-        handle: Handle | None = session.producer.hint(
+        handle: Handle | None = epoch.producer.hint(
             HINT,
             PROTOCOL,
             early,
@@ -134,8 +134,8 @@ class Claims:
             local_blocks,
             request.num_prompt_tokens,
             now_ns,
-            session,
-            session.flags,
+            epoch,
+            epoch.flags,
             digests,
             request.request_id,
             request.priority if own.priority is None else own.priority,
@@ -144,14 +144,14 @@ class Claims:
         )
         return handle
 
-    def drop(self, state: RequestState, session: SchedulerSession) -> None:
+    def drop(self, state: RequestState, epoch: SchedulerEpoch) -> None:
         """There was no room for this request's hint: it is sent again when there is."""
         if state.request.request_id not in self.dropped:
             self.dropped[state.request.request_id] = state
-            session.producer.count_dropped()
+            epoch.producer.count_dropped()
             self._counters["hints_dropped"] += 1
 
-    def hint(self, state: RequestState, session: SchedulerSession, local_blocks: int, now_ns: int) -> bool:
+    def hint(self, state: RequestState, epoch: SchedulerEpoch, local_blocks: int, now_ns: int) -> bool:
         """Hint at a request again; False when all is local or not shared, or when there was no room (counted)."""
         digests = state.digests
         if digests is None:
@@ -164,16 +164,16 @@ class Claims:
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
         counted = local_blocks if state.counts_local or capped else 0
-        handle = self.push(state.request, digests, (counted, state.usable), session, (now_ns, False), own)
+        handle = self.push(state.request, digests, (counted, state.usable), epoch, (now_ns, False), own)
         if handle is None:
-            self.drop(state, session)
+            self.drop(state, epoch)
             return False
         self._counters["hints"] += 1
         self.dropped.pop(state.request.request_id, None)
         state.hint(handle, now_ns)
         return True
 
-    def send_dropped(self, session: SchedulerSession, local_blocks: Callable[[Any], int]) -> None:
+    def send_dropped(self, epoch: SchedulerEpoch, local_blocks: Callable[[Any], int]) -> None:
         """Send hints that found no room before, as far as there is room now."""
         sent = 0
         while self.dropped and sent < RESENT_BLOCKS:
@@ -181,9 +181,9 @@ class Claims:
             request = state.request
             if not state.queued:
                 del self.dropped[name]
-            elif not hints.fits(session, name, state.usable, request.block_hashes, self._geometry):
+            elif not hints.fits(epoch, name, state.usable, request.block_hashes, self._geometry):
                 return  # before the look at what is local, which costs time by the request's blocks
-            elif self.hint(state, session, local_blocks(request), self._now_ns()):
+            elif self.hint(state, epoch, local_blocks(request), self._now_ns()):
                 assert state.handle is not None
                 sent += state.handle.blocks
                 self._counters["hints_resent"] += 1
@@ -203,7 +203,7 @@ class Claims:
         flag = handle.look()
         return flag.state == HINTED and flag.count <= wait.ready  # more blocks say how fast the link is
 
-    def match(self, state: RequestState, session: SchedulerSession, start: int, *, running: int) -> Matched:
+    def match(self, state: RequestState, epoch: SchedulerEpoch, start: int, *, running: int) -> Matched:
         """The reply for a request with blocks [0, start) local; a claim is left in `state.answer`.
 
         `running`: requests that hold a place, as far as is known here; with none, a pending answer costs the engine's
@@ -220,7 +220,7 @@ class Claims:
         if handle is not None:
             flag = handle.look()
             if flag.state == HINTED and start >= handle.local_blocks:
-                if not session.alive(visit.now_ns):
+                if not epoch.alive(visit.now_ns):
                     return NOTHING
                 if state.wait is None:
                     flag, visit = self._first_visit(state, handle, flag, visit)
@@ -236,14 +236,14 @@ class Claims:
                 state.evicted(visit.now_ns)
             elif flag.state != HINTED:  # after a stop, nothing is no miss
                 return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
-        return self._unhinted(state, session, visit) if session.alive(visit.now_ns) else NOTHING
+        return self._unhinted(state, epoch, visit) if epoch.alive(visit.now_ns) else NOTHING
 
-    def _unhinted(self, state: RequestState, session: SchedulerSession, visit: Visit) -> Matched:
+    def _unhinted(self, state: RequestState, epoch: SchedulerEpoch, visit: Visit) -> Matched:
         """There is no hint: send one and wait for it, as long as the policy allows."""
         wait = state.wait or self._start_wait(state, visit.start, visit.now_ns)
         wait.stopped, first = False, not self.this_pass.waits
         verdict = self._policy.verdict(wait, visit.start, visit.usable, visit.now_ns, load=visit.load, first=first)
-        if verdict is Verdict.WAIT and self._late_hint(state, session, visit.start):
+        if verdict is Verdict.WAIT and self._late_hint(state, epoch, visit.start):
             self.this_pass.waits |= wait.policy == "adaptive"  # one that waits at any cost decides for itself only
             return PENDING
         return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.TIMED_OUT)
@@ -252,7 +252,7 @@ class Claims:
         """The fetch goes on: wait for it, or make do with what is ready."""
         wait, this_pass = state.wait, self.this_pass
         assert wait is not None
-        found = handle.session.flags.found(handle.flag)
+        found = handle.epoch.flags.found(handle.flag)
         limit = min(found, visit.usable) if found and wait.policy == "adaptive" else visit.usable
         ready = max(visit.start, flag.count)
         if not wait.counts:
@@ -301,7 +301,7 @@ class Claims:
         if wait.policy == "best_effort" or left <= 0 or self._policy.cost_ns(visit.usable - flag.count, 0.0) < left:
             return flag, visit  # what could come is not worth it
         hints.ask(handle, visit.now_ns)
-        found, began_ns = handle.session.flags.found, visit.now_ns
+        found, began_ns = handle.epoch.flags.found, visit.now_ns
         now_ns = began_ns
         while flag.state == HINTED and now_ns - began_ns < left:
             if idle:
@@ -325,12 +325,12 @@ class Claims:
         self._counters["slack_ns"] += now_ns - visit.now_ns
         return flag, _tuple(Visit, (visit.start, visit.usable, now_ns, visit.load))
 
-    def _late_hint(self, state: RequestState, session: SchedulerSession, start: int) -> bool:
+    def _late_hint(self, state: RequestState, epoch: SchedulerEpoch, start: int) -> bool:
         """Hint at a visited request without a hint. False after MAX_LATE_HINTS; without room the next visit retries."""
         if state.late_hints >= MAX_LATE_HINTS:
             return False
         now_ns = self._now_ns()
-        if self.hint(state, session, start, now_ns):
+        if self.hint(state, epoch, start, now_ns):
             state.hinted_late()
             self._counters["on_demand_hints"] += 1
             assert state.handle is not None
@@ -385,7 +385,7 @@ class Claims:
         """Learn from a finished look-up which blocks need no save."""
         if self._saves is None or flag.state != READY:
             return  # the found word is written before READY
-        found = min(handle.session.flags.found(handle.flag), handle.blocks)
+        found = min(handle.epoch.flags.found(handle.flag), handle.blocks)
         self._saves.note_look_up(handle.digests, handle.local_blocks, found, handle.blocks)
 
     def withdraw(self, state: RequestState) -> None:

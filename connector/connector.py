@@ -31,13 +31,13 @@ from . import config as configuration
 from . import copies as copying
 from .adapter_reads import AdapterReads
 from .adapters import Adapters
+from .epoch import SchedulerEpoch, WorkerEpoch
 from .guards import FAILED, guarded
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .prefix_cache import PrefixCache
 from .scheduler import SchedulerSide
-from .session import SchedulerSession, WorkerSession
 from .starter import Starter
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
 from .worker import WorkerSide
@@ -71,7 +71,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._start = hellos.start_of(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        self.link: Link[SchedulerSession] | Link[WorkerSession] | None = None
+        self.link: Link[SchedulerEpoch] | Link[WorkerEpoch] | None = None
         self.keys = None
         self.worker: Any | None = None
         if self._settings.mode == "off":
@@ -95,7 +95,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             link = Link(
                 self._settings.socket,
                 lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
-                SchedulerSession.map,
+                SchedulerEpoch.map,
                 daemon_user=self._settings.daemon_user,
                 start=None if options is None else Starter(options, self._settings.socket).start,
             )
@@ -305,10 +305,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         paged = PagedCache(kv_caches, layers, caches.num_blocks)
         copies, device = copying.for_cache(paged)
         hello = functools.cache(lambda: self._worker_hello(paged, "" if device is None else device.uuid))
-        map_session = functools.partial(WorkerSession.map, device=device)
+        map_epoch = functools.partial(WorkerEpoch.map, device=device)
         user = self._settings.daemon_user
         wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
-        link = Link(self._settings.socket, hello, map_session, keep_ended=True, daemon_user=user, start=wait)
+        link = Link(self._settings.socket, hello, map_epoch, keep_ended=True, daemon_user=user, start=wait)
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
         self.worker_side.updates = updates.of_worker(self.worker, eplb=config.parallel_config.enable_eplb)
         self.worker_side.rank = hellos.rank_of(config, self._tp_rank)

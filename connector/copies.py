@@ -25,7 +25,7 @@ from .cuda_copy import Launcher
 from .paged import PagedCache
 
 if TYPE_CHECKING:
-    from .session import WorkerSession
+    from .epoch import WorkerEpoch
 
 log = logging.getLogger("vllm.kvprefetch.copies")
 
@@ -33,27 +33,27 @@ log = logging.getLogger("vllm.kvprefetch.copies")
 class Copy(NamedTuple):
     """Slot slots[i] to or from block block_ids[i]; made by `checked`."""
 
-    session: WorkerSession
+    epoch: WorkerEpoch
     slots: Sequence[int]
     block_ids: Sequence[int]
 
 
 def checked(
-    paged: PagedCache, session: WorkerSession, slots: Sequence[int], block_ids: Sequence[int], *, save: bool = False
+    paged: PagedCache, epoch: WorkerEpoch, slots: Sequence[int], block_ids: Sequence[int], *, save: bool = False
 ) -> Copy:
     """Return a copy that touches nothing outside slots and blocks. Raises ValueError, IndexError."""
-    if session.rows.shape[1] != paged.block_bytes:
-        raise ValueError(f"slot size differs: slot_bytes={session.rows.shape[1]} block_bytes={paged.block_bytes}")
+    if epoch.rows.shape[1] != paged.block_bytes:
+        raise ValueError(f"slot size differs: slot_bytes={epoch.rows.shape[1]} block_bytes={paged.block_bytes}")
     if len(slots) != len(block_ids):
         raise ValueError(f"slots and blocks differ in number: slots={len(slots)} blocks={len(block_ids)}")
-    bound = len(session.rows) + (session.device_cache.slots if session.device_cache is not None and not save else 0)
+    bound = len(epoch.rows) + (epoch.device_cache.slots if epoch.device_cache is not None and not save else 0)
     for name, numbers, end in (("slot", slots, bound), ("block", block_ids, paged.num_blocks)):
         if numbers:
             array = np.asarray(numbers)
             least, most = int(array.min()), int(array.max())
             if not 0 <= least <= most < end:
                 raise IndexError(f"{name} is out of bounds: {name}={most} least={least} end={end}")
-    return Copy(session, slots, block_ids)
+    return Copy(epoch, slots, block_ids)
 
 
 class PlainCopies:
@@ -70,9 +70,9 @@ class PlainCopies:
 
         After an error any of them may be undone, and none goes on.
         """
-        for session, slots, block_ids in copies:
+        for epoch, slots, block_ids in copies:
             copy = self._paged.save if save else self._paged.load
-            copy(session.rows, slots, block_ids)
+            copy(epoch.rows, slots, block_ids)
         return self._paged.fence()
 
 
@@ -128,7 +128,7 @@ class CudaCopies(PlainCopies):
             stream.wait_event(self._mark)
             self._mark = None
         try:
-            for copy in _by_session(copies):
+            for copy in _by_epoch(copies):
                 self._copy(copy, stream, save=save, beside=beside)
             fence = self._streams.event()
             fence.record(stream)
@@ -138,32 +138,32 @@ class CudaCopies(PlainCopies):
         return fence
 
     def _copy(self, copy: Copy, stream: Any, *, save: bool, beside: bool) -> None:
-        session, slots, block_ids = copy
-        host, cache = len(session.rows), session.device_cache
+        epoch, slots, block_ids = copy
+        host, cache = len(epoch.rows), epoch.device_cache
         pinned = 0 if cache is None else cache.pinned
         if pinned < host and any(pinned <= slot < host for slot in slots):
             pairs = list(zip(slots, block_ids, strict=True))
             with self._streams.use(stream):
                 by_torch = self._paged.save if save else self._paged.load
-                by_torch(session.rows, *zip(*[pair for pair in pairs if pinned <= pair[0] < host], strict=True))
+                by_torch(epoch.rows, *zip(*[pair for pair in pairs if pinned <= pair[0] < host], strict=True))
             if not (pairs := [pair for pair in pairs if not pinned <= pair[0] < host]):
                 return
             slots, block_ids = zip(*pairs, strict=True)
-        self.launcher.set_addresses(session.rows.ctypes.data, host, 0 if cache is None else cache.address)
+        self.launcher.set_addresses(epoch.rows.ctypes.data, host, 0 if cache is None else cache.address)
         most = cuda_copy.BESIDE_BLOCKS if beside and min(slots, default=host) < host else None
         for start in range(0, len(slots), cuda_copy.STEP_BLOCKS):
             stop = start + cuda_copy.STEP_BLOCKS
             self.launcher.launch(slots[start:stop], block_ids[start:stop], stream.cuda_stream, gather=save, most=most)
 
 
-def _by_session(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Join the copies of each session; nearly always there is one session, and one copy."""
+def _by_epoch(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """Join the copies of each epoch; nearly always there is one epoch, and one copy."""
     if len(copies) == 1:  # its array of slots, which NumPy takes faster than a list
         yield copies[0]
         return
-    for session in {copy.session.epoch: copy.session for copy in copies}.values():
-        mine = [copy for copy in copies if copy.session is session]
-        yield Copy(session, [*chain(*(one.slots for one in mine))], [*chain(*(one.block_ids for one in mine))])
+    for epoch in {copy.epoch.number: copy.epoch for copy in copies}.values():
+        mine = [copy for copy in copies if copy.epoch is epoch]
+        yield Copy(epoch, [*chain(*(one.slots for one in mine))], [*chain(*(one.block_ids for one in mine))])
 
 
 def for_cache(paged: PagedCache) -> tuple[PlainCopies, Device | None]:

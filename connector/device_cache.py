@@ -1,7 +1,7 @@
 """One rank's device cache in one epoch: a slab of device slots on its GPU, and host slots pinned for the GPU.
 
 A thread pins piece by piece, so that a late attachment stalls no step.  It gives everything back once the epoch's
-session is gone, when no copy that names its memory is under way.
+epoch is gone, when no copy that names its memory is under way.
 
 The driver of a lost device may never return, so only this thread calls it.  A slab that is late does not exist in this
 epoch, and pages that are not pinned are copied without the kernel.
@@ -104,7 +104,7 @@ class DeviceCache:
             if slab is not None:
                 memory = self._open(attached, slab)
         except DeviceError as error:
-            # As text: a log handler that keeps the error would keep the session, by its traceback.
+            # As text: a log handler that keeps the error would keep the epoch, by its traceback.
             log.warning("kvprefetch: no staging in device memory: %s", str(error))
         finally:
             with self._lock:

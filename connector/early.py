@@ -5,7 +5,7 @@ pass: a hint sent then is up to a step late.  But its input thread makes each re
 (`EngineCore.preprocess_add_request`).  The hint leaves there, and the scheduler side adopts it with the request.
 
 The input thread reads what the scheduler's thread writes, and decides nothing.  What it finds to be local is a guess,
-as it always is before the admission.  A hint of a session or of weights that have changed since counts no more.  Where
+as it always is before the admission.  A hint of an epoch or of weights that have changed since counts no more.  Where
 something is not known there (an adapter's content, what several KV groups hold), the hint leaves at the scheduler.
 """
 
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..shmring.wire.records import Outcome
 from . import compat, hints, request_hints
+from .epoch import ALIVE, SchedulerEpoch
 from .hints import Handle
 from .request_hints import NO_HINTS
 from .request_state import prefilled_elsewhere
 from .saves import LocalCache
-from .session import ALIVE, SchedulerSession
 
 if TYPE_CHECKING:
     from .claims import Claims
@@ -51,7 +51,7 @@ class EarlyHints:
     def __init__(
         self,
         geometry: Geometry,
-        link: Link[SchedulerSession],
+        link: Link[SchedulerEpoch],
         resets: Resets,
         claims: Claims,
         now_ns: Callable[[], int],
@@ -68,8 +68,8 @@ class EarlyHints:
     def hint(self, request: Any) -> None:
         """Hint at a request that the scheduler will get. What this raises costs the hint and nothing else."""
         link, generation, own = self._link, self._resets.generation, NO_HINTS
-        session = link.session if self.allowed else None
-        if session is None or link.confirmed_reset < generation or request.lora_request is not None:
+        epoch = link.epoch if self.allowed else None
+        if epoch is None or link.confirmed_reset < generation or request.lora_request is not None:
             return
         if request.resumable or request.prompt_is_token_ids is not None or request.skip_reading_prefix_cache:
             return
@@ -82,17 +82,17 @@ class EarlyHints:
         if local is None:
             return
         usable = min(usable, local + own.max_load_tokens // self._geometry.block_tokens)
-        if local < usable and session.status(now := self._now_ns()) == ALIVE:
-            handle = self._claims.push(request, request.block_hashes, (local, usable), session, (now, True), own)
+        if local < usable and epoch.status(now := self._now_ns()) == ALIVE:
+            handle = self._claims.push(request, request.block_hashes, (local, usable), epoch, (now, True), own)
             if handle is not None:
                 self.waiting[request] = Early(handle, generation, now)
 
     # --- on the scheduler's thread ----------------------------------------------------------------------------------
 
-    def adopt(self, request: Any, session: SchedulerSession | None) -> Early | None:
-        """The scheduler has this request: return its hint, if that counts. `session`: the current one."""
+    def adopt(self, request: Any, epoch: SchedulerEpoch | None) -> Early | None:
+        """The scheduler has this request: return its hint, if that counts. `epoch`: the current one."""
         early = self.waiting.pop(request, None)
-        if early is None or early.handle.session is not session:  # nobody reads an ended epoch
+        if early is None or early.handle.epoch is not epoch:  # nobody reads an ended epoch
             return None
         if early.generation != self._resets.generation:
             hints.finish(early.handle, Outcome.VOIDED)
@@ -100,12 +100,12 @@ class EarlyHints:
         early.handle.adopt(self._now_ns())
         return early
 
-    def forget(self, session: SchedulerSession | None, now_ns: int) -> None:
+    def forget(self, epoch: SchedulerEpoch | None, now_ns: int) -> None:
         """Give back the hints of requests that the scheduler has not got in time."""
         for request, early in list(self.waiting.items()):
             if now_ns - early.hinted_ns > ADOPTED_WITHIN_NS:
                 del self.waiting[request]
-                if early.handle.session is session:
+                if early.handle.epoch is epoch:
                     hints.finish(early.handle, Outcome.ABORTED)
 
 

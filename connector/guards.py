@@ -22,7 +22,7 @@ def guarded(default: Any) -> Callable[[_F], _F]:
 
 
 def detaching(default: Any) -> Callable[[_F], _F]:
-    """Where the daemon's memory cannot be right, drop the session and answer `default`."""
+    """Where the daemon's memory cannot be right, drop the epoch and answer `default`."""
     return _kept(SegmentCorrupt, lambda side, method, error: side.detach(error), default)
 
 

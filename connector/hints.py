@@ -1,6 +1,6 @@
 """One hint and its flag, from the engine's side: does it fit, ask, stop, give back. Its handle looks and claims, in C.
 
-Every function works on the handle's own session, so a handle of an ended epoch is harmless: its memory stays mapped
+Every function works on the handle's own epoch, so a handle of an ended epoch is harmless: its memory stays mapped
 and nobody reads it.  A flag in a state that only this side writes raises SegmentCorrupt.
 """
 
@@ -23,8 +23,8 @@ from ..shmring.wire.records import (
     encode_done,
     hint_bytes,
 )
+from .epoch import SchedulerEpoch
 from .geometry import Geometry
-from .session import SchedulerSession
 
 # The daemon publishes progress, or takes it back, while we exchange: each try loses against at most one such step.
 _TRIES = 16
@@ -34,7 +34,7 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2
 _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 
 
-# A flag this engine holds, and its hint: `session`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
+# A flag this engine holds, and its hint: `epoch`, `flag`, `generation`, `blocks`, `local_blocks`, and `digests`, of
 # which the first ones were hinted.  Times are CLOCK_MONOTONIC ns, 0 where the event did not happen: `asked_ns`,
 # `claimed_ns`, and `waited_ns`, how long the scheduler waited for it.  `missing`, `cost_ns` and
 # `spared_ns`: as in Done.
@@ -43,7 +43,7 @@ _ASK, _DONE = int(RecordKind.ASK), int(RecordKind.DONE)
 # * `look()`: the flag, by one acquire load.
 # * `claim(state, count, taken, start, stop, now_ns)`: take blocks [0, taken) of a HINTED or READY flag as seen.
 #   Return the slots of entries [start, stop), read under the claim; None when the daemon moved the flag meanwhile.
-Handle = _atomics.Handle[SchedulerSession]
+Handle = _atomics.Handle[SchedulerEpoch]
 
 
 def trace_of(headers: Mapping[str, str]) -> bytes:
@@ -55,16 +55,16 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
     return bytes.fromhex(found[1] + found[2]) if found is not None and int(found[3], 16) & 1 else NO_TRACE
 
 
-def fits(session: SchedulerSession, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
+def fits(epoch: SchedulerEpoch, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     names = geometry.groups.names(usable)
     length = hint_bytes(geometry.groups.digests(usable), len(hashes[0]), names, request_id)
-    return session.producer.fits(length) and session.flags.room(names)
+    return epoch.producer.fits(length) and epoch.flags.room(names)
 
 
 def ask(handle: Handle, now_ns: int) -> None:
     """Tell the daemon, once, that the scheduler waits for this request."""
-    if handle.asked_ns == 0 and handle.session.producer.push(
+    if handle.asked_ns == 0 and handle.epoch.producer.push(
         _ASK, encode_ask(Ask(handle.flag, handle.generation, now_ns))
     ):
         handle.asked_ns = now_ns
@@ -73,7 +73,7 @@ def ask(handle: Handle, now_ns: int) -> None:
 def stop(handle: Handle, now_ns: int) -> bool:
     """Tell the daemon to order no more blocks for this hint; False when the ring is full, and then nothing changes."""
     ask = Ask(handle.flag, handle.generation, now_ns, stop=True)
-    handle.stopped = handle.session.producer.push(_ASK, encode_ask(ask))
+    handle.stopped = handle.epoch.producer.push(_ASK, encode_ask(ask))
     return handle.stopped
 
 
@@ -99,16 +99,16 @@ def finish(handle: Handle, outcome: Outcome, *, loaded: range = range(0), loaded
             break
     else:
         raise SegmentCorrupt(f"flag does not rest: flag={handle.flag} generation={handle.generation}")
-    session = handle.session
-    session.flags.give_back(handle.flag)
+    epoch = handle.epoch
+    epoch.flags.give_back(handle.flag)
     if after != FREE:
         times = (handle.asked_ns, handle.waited_ns, handle.claimed_ns, loaded_ns)
         verdict = handle.missing, handle.cost_ns, handle.spared_ns if loaded else 0
         done = Done(handle.flag, handle.generation, outcome, loaded.start, len(loaded), *times, *verdict)
-        session.producer.push(_DONE, encode_done(done))
+        epoch.producer.push(_DONE, encode_done(done))
 
 
 def _exchange(handle: Handle, seen: Flag, state: int, count: int) -> bool:
     # SYNC flag: slot table and found word visible with the count
     expected, desired = pack(*seen), pack(seen.generation, state, count)
-    return handle.session.flags.exchange(handle.flag, expected, desired)
+    return handle.epoch.flags.exchange(handle.flag, expected, desired)

@@ -1,6 +1,6 @@
 """The connection to the daemon: one thread per engine process that attaches, watches, and attaches again.
 
-The engine's own threads only read `session` (one attribute) and never wait for this thread.  An error here is
+The engine's own threads only read `epoch` (one attribute) and never wait for this thread.  An error here is
 logged, once per kind, and means for the engine that there is no daemon.
 """
 
@@ -21,12 +21,12 @@ from ..shmring.wire.attach import Absent, Attached, Hello, Notice, Refused, Rese
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, FoundDaemon, Stranger, find, sockets
 from ..shmring.wire.records import ProtocolError
-from .session import SchedulerSession, WorkerSession
+from .epoch import SchedulerEpoch, WorkerEpoch
 
 RETRY_S = 0.5
 FINAL_RETRY_S = 10.0
 BEAT_S = 1.0
-# An engine without a session for so long logs the reason. The daemon may take some of it to reserve memory.
+# An engine without an epoch for so long logs the reason. The daemon may take some of it to reserve memory.
 PATIENCE_S = 30.0
 # Steps in a row without a name of an ended epoch before a worker forgets it: far more than vLLM has in flight, so one
 # of them was built after the scheduler side saw the end.
@@ -39,21 +39,21 @@ MAX_ABSENTS = 64
 log = logging.getLogger("vllm.kvprefetch.link")
 
 
-S = TypeVar("S", bound=SchedulerSession | WorkerSession)
+S = TypeVar("S", bound=SchedulerEpoch | WorkerEpoch)
 
 
 class Link(Generic[S]):
     """Keeps a process attached; its thread asks for `hello` whenever it connects.
 
-    `map_session` maps the memory that came with Attached and owns the descriptors.  With `keep_ended`, as in a worker,
+    `map_epoch` maps the memory that came with Attached and owns the descriptors.  With `keep_ended`, as in a worker,
     a load may name an ended epoch until steps or the scheduler's next hello show otherwise.  Without it, as in a
-    scheduler, the log says once why there was no session for PATIENCE_S; workers wait for the scheduler in silence.
-    The link's thread unmaps the memory of sessions that nobody uses any more.
-    `path` names the socket; None looks for one each time (control_socket.py).  A process that waits for its session
+    scheduler, the log says once why there was no epoch for PATIENCE_S; workers wait for the scheduler in silence.
+    The link's thread unmaps the memory of epochs that nobody uses any more.
+    `path` names the socket; None looks for one each time (control_socket.py).  A process that waits for its epoch
     goes on to a daemon that comes first in that order, so that all processes of an engine meet at the same.
     Where no daemon listens, the thread calls `start` and tries again, but never to replace the system's.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
-    `session` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this session;
+    `epoch` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this epoch;
     `stored` collects the daemon's messages about saves, `absent` those about blocks that the store lost.
     """
 
@@ -61,18 +61,18 @@ class Link(Generic[S]):
         self,
         path: str | None,
         hello: Callable[[], Hello],
-        map_session: Callable[[Attached, Sequence[int]], S],
+        map_epoch: Callable[[Attached, Sequence[int]], S],
         *,
         keep_ended: bool = False,
         daemon_user: str | int = DAEMON_USER,
         start: Callable[[], object] | None = None,
     ) -> None:
-        self.session: S | None = None
+        self.epoch: S | None = None
         self.confirmed_reset = 0
         self.stored: deque[Stored] = deque(maxlen=MAX_STORED)
         self.absent: deque[Absent] = deque(maxlen=MAX_ABSENTS)
-        self.hello, self._map, self._keep_ended = hello, map_session, keep_ended
-        self._named, self._path, self._served = path, "", ""  # where it connects now, and where it had a session
+        self.hello, self._map, self._keep_ended = hello, map_epoch, keep_ended
+        self._named, self._path, self._served = path, "", ""  # where it connects now, and where it had an epoch
         self._alone_since, self._daemon_user, self._start = time.monotonic(), daemon_user, start
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
@@ -81,7 +81,7 @@ class Link(Generic[S]):
         self._mapped: dict[int, S] = {}
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._segments: list[Segment] = []  # of sessions, until the thread has unmapped them
+        self._segments: list[Segment] = []  # of epochs, until the thread has unmapped them
         self._thread = threading.Thread(target=self._run, name="kvprefetch-link", daemon=True)
 
     def start(self) -> None:
@@ -98,41 +98,41 @@ class Link(Generic[S]):
         if self.running:
             self._thread.join(1.0)
 
-    def detach(self, session: S | None, reason: str) -> None:
-        """Drop this session, because its memory cannot be right; if it is the current one, come back with another."""
+    def detach(self, epoch: S | None, reason: str) -> None:
+        """Drop this epoch, because its memory cannot be right; if it is the current one, come back with another."""
         log.error("kvprefetch: detached from the daemon: %s", reason)
-        if session is not None:
-            session.ended()
-        if session is self.session:
-            self.session = None
+        if epoch is not None:
+            epoch.ended()
+        if epoch is self.epoch:
+            self.epoch = None
             self._hang_up()
 
     # --- epochs a worker keeps mapped -------------------------------------------------------------------------------
 
-    def mapped(self, epoch: int) -> S | None:
-        """The session of this epoch, current or not yet retired."""
-        return self._mapped.get(epoch)
+    def mapped(self, number: int) -> S | None:
+        """The epoch of this number, current or not yet retired."""
+        return self._mapped.get(number)
 
     def keep(self, live_epochs: Sequence[int]) -> None:
         """A step's metadata names `live_epochs`. Forget the ended epochs that FORGET_STEPS steps have not named."""
         if not self._ended:
             return
         with self._lock:
-            for epoch in list(self._ended):
-                self._ended[epoch] = 0 if epoch in live_epochs else self._ended[epoch] + 1
-                if self._ended[epoch] >= FORGET_STEPS:
-                    self._forget(epoch)
+            for number in list(self._ended):
+                self._ended[number] = 0 if number in live_epochs else self._ended[number] + 1
+                if self._ended[number] >= FORGET_STEPS:
+                    self._forget(number)
 
-    def _forget(self, epoch: int) -> None:
-        self._mapped.pop(epoch, None)
-        del self._ended[epoch]
+    def _forget(self, number: int) -> None:
+        self._mapped.pop(number, None)
+        del self._ended[number]
 
     # --- reset ------------------------------------------------------------------------------------------------------
 
     def send_reset(self, generation: int, weights: str) -> bool:
         """Ask for a reset without waiting; False when there is no daemon to ask. A hello also has the last one."""
         sock = self._sock
-        if sock is None or self.session is None:
+        if sock is None or self.epoch is None:
             return False
         try:
             send_message(sock, Reset(reset_generation=generation, weights=weights))
@@ -207,18 +207,18 @@ class Link(Generic[S]):
 
     def _watch(self, sock: socket.socket, hello: Hello) -> float:
         while not self._stop.is_set():
-            if (session := self.session) is not None:
-                session.tick(time.monotonic_ns())
+            if (epoch := self.epoch) is not None:
+                epoch.tick(time.monotonic_ns())
             self._unmap()
             try:
                 received = receive_message(sock, max_fds=2)
             except TimeoutError:
-                self._log_no_session("it has not answered our hello; `kvprefetchd status` shows why")
-                if self.session is None and self._comes_later():
+                self._log_no_epoch("it has not answered our hello; `kvprefetchd status` shows why")
+                if self.epoch is None and self._comes_later():
                     break
                 continue
             if received is None:
-                self._log_no_session("it ended the connection without an answer; its log may say why")
+                self._log_no_epoch("it ended the connection without an answer; its log may say why")
                 break
             message, fds = received
             if isinstance(message, Attached):
@@ -240,23 +240,23 @@ class Link(Generic[S]):
             elif isinstance(message, Refused):
                 level = logging.ERROR if message.final else logging.INFO
                 self._log_once(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
-                self._log_no_session(f"it refused: {message.error}")
+                self._log_no_epoch(f"it refused: {message.error}")
                 return FINAL_RETRY_S if message.final else RETRY_S
             else:
                 raise ProtocolError(f"message is not expected here: type={message.type}")
         return RETRY_S
 
     def _attached(self, sock: socket.socket, message: Attached, fds: Sequence[int]) -> None:
-        session = self._map(message, fds)
-        self._segments.append(session.segment)
-        session.tick(time.monotonic_ns())
+        epoch = self._map(message, fds)
+        self._segments.append(epoch.segment)
+        epoch.tick(time.monotonic_ns())
         if self._keep_ended:
             with self._lock:
-                self._mapped[session.epoch] = session
-                for epoch in self._ended.keys() - set(message.live_epochs):
-                    self._forget(epoch)
-        self.session = session
-        send_message(sock, session.mapped())
+                self._mapped[epoch.number] = epoch
+                for number in self._ended.keys() - set(message.live_epochs):
+                    self._forget(number)
+        self.epoch = epoch
+        send_message(sock, epoch.mapped())
         self._logged.clear()
         self._served = self._path
         text = "kvprefetch: attached to the daemon at %s: epoch=%d slots=%d"
@@ -265,19 +265,19 @@ class Link(Generic[S]):
     def _lost(self) -> None:
         """The connection is over: nothing new may start on its epoch."""
         with self._lock:
-            for epoch in self._mapped:
-                self._ended.setdefault(epoch, 0)
-        session, self.session = self.session, None
-        if session is not None:
+            for number in self._mapped:
+                self._ended.setdefault(number, 0)
+        epoch, self.epoch = self.epoch, None
+        if epoch is not None:
             self._alone_since = time.monotonic()
-            session.ended()
+            epoch.ended()
             if not self._stop.is_set():
                 # The daemon ended, or another process of this engine did, as at every shutdown.
-                log.info("kvprefetch: the session has ended: epoch=%d; requests are recomputed", session.epoch)
+                log.info("kvprefetch: the attachment has ended: epoch=%d; requests are recomputed", epoch.number)
 
     def _unmap(self) -> None:
-        """Unmap memory without a session, on this thread: in the engine's step it would cost 50 ms per GiB."""
-        live = self.session.segment if self.session is not None else None  # closing it would empty its page tables
+        """Unmap memory without an epoch, on this thread: in the engine's step it would cost 50 ms per GiB."""
+        live = self.epoch.segment if self.epoch is not None else None  # closing it would empty its page tables
         self._segments = [each for each in self._segments if each is live or not each.close()]
 
     def _hang_up(self) -> None:
@@ -285,10 +285,10 @@ class Link(Generic[S]):
             with contextlib.suppress(OSError):  # it ended by itself
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _log_no_session(self, why: str) -> None:
+    def _log_no_epoch(self, why: str) -> None:
         """Log once that a daemon is there but does not attach this engine."""
         alone_s = time.monotonic() - self._alone_since
-        if not self._keep_ended and self.session is None and alone_s >= PATIENCE_S:
+        if not self._keep_ended and self.epoch is None and alone_s >= PATIENCE_S:
             text = "kvprefetch: not attached for %.0f s to the daemon at %s: %s. The engine serves without it"
             self._log_once("alone", logging.WARNING, text, alone_s, self._path, why)
 

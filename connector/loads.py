@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..kv.groups import Kind
+from .epoch import SchedulerEpoch
 from .geometry import Geometry
 from .hints import Handle
 from .metadata import LoadOrder
 from .request_state import Claim, RequestState
-from .session import SchedulerSession
 
 _FULL = Kind.FULL  # a name of the module: with cold caches a member of an enum costs several looks more
 
@@ -60,11 +60,11 @@ class Loads:
         # Without the Python function that makes a named tuple: each costs 2 to 3 us with cold caches.
         names = state.names
         adapter = None if names is None else (names.number, names.content)
-        order = (load_id, request_id, handle.session.epoch, answer.asynchronous, blocks, slots, adapter)
+        order = (load_id, request_id, handle.epoch.number, answer.asynchronous, blocks, slots, adapter)
         self._orders.append(tuple.__new__(LoadOrder, order))
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = load
-        self._last = request_id, handle.session.epoch, handle.flag
+        self._last = request_id, handle.epoch.number, handle.flag
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
         return answer.asynchronous
@@ -102,7 +102,7 @@ class Loads:
 
     def epochs(self) -> set[int]:
         """Epochs whose memory a rank may still read, or will. From any thread."""
-        return {load.handle.session.epoch for load in list(self.running.values())}
+        return {load.handle.epoch.number for load in list(self.running.values())}
 
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> list[Load]:
         """Count ranks that ended (or failed to do) loads. Return the loads that all ranks have ended now."""
@@ -119,12 +119,12 @@ class Loads:
                 self.running[load_id] = load._replace(ranks_left=load.ranks_left - ranks)
         return done
 
-    def disk_blocks(self, request_id: str, session: SchedulerSession | None) -> int | None:
+    def disk_blocks(self, request_id: str, epoch: SchedulerEpoch | None) -> int | None:
         """Blocks that came from disk of the load dispatched last; None: not known, or another request's load.
 
         The daemon counts all that it fetched, which may be more than were loaded. Raises SegmentCorrupt.
         """
-        last_id, epoch, flag = self._last
-        if session is None or (last_id, epoch) != (request_id, session.epoch):
+        last_id, last_epoch, flag = self._last
+        if epoch is None or (last_id, last_epoch) != (request_id, epoch.number):
             return None
-        return session.flags.disk(flag)
+        return epoch.flags.disk(flag)

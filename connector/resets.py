@@ -15,9 +15,9 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from .epoch import SchedulerEpoch
 from .link import Link
 from .metadata import OfReset, RankWeights
-from .session import SchedulerSession
 from .weights import combined
 
 MAX_LABEL_BYTES = 4096
@@ -50,7 +50,7 @@ class Resets:
     the workers are to know.  `label_file`: its text names the weights in the log, for people, and nowhere else.
     """
 
-    def __init__(self, link: Link[SchedulerSession], world_size: int = 1, label_file: str | None = None) -> None:
+    def __init__(self, link: Link[SchedulerEpoch], world_size: int = 1, label_file: str | None = None) -> None:
         self.current, self.generation, self.step = Weights(), 0, OfReset()
         self._link, self._file, self._world_size = link, Path(label_file) if label_file else None, world_size
         self._of_ranks = dict[int, RankWeights]()
@@ -93,12 +93,12 @@ class Resets:
         self.current, self.step = Weights(self.generation, ident), self.step._replace(agreed=True)
         log.info("kvprefetch: reset %d: later KV has the weights %s%s, %s", self.generation, ident, self._label(), what)
 
-    def tell(self, session: SchedulerSession | None) -> None:
-        """Send the current weights to the daemon, once in a session, without waiting for the answer."""
-        if session is None or not self.current.generation or self._sent == (session.epoch, self.current):
+    def tell(self, epoch: SchedulerEpoch | None) -> None:
+        """Send the current weights to the daemon, once in an epoch, without waiting for the answer."""
+        if epoch is None or not self.current.generation or self._sent == (epoch.number, self.current):
             return
         if self._link.send_reset(*self.current):
-            self._sent = session.epoch, self.current
+            self._sent = epoch.number, self.current
 
     def _label(self) -> str:
         """Return the file's text for the log."""

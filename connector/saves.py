@@ -19,12 +19,12 @@ import numpy as np
 
 from ..kv.groups import Kind, Numbers
 from ..shmring.wire.records import MAX_SAVED_BLOCKS, RecordKind, Saved, encode_saved
+from .epoch import SchedulerEpoch
 from .events import SavedBlocks
 from .geometry import Geometry
 from .known import Known
 from .metadata import SaveOrder
 from .request_state import RequestState
-from .session import SchedulerSession
 
 # Blocks of finished requests, and states, that wait for a save slot.
 MAX_LEFT = 1 << 14
@@ -113,25 +113,25 @@ class Saves:
             return True
         return not self._decode and (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
 
-    def plan_step(self, session: SchedulerSession, output: Any, cache: LocalCache) -> Iterator[SaveOrder]:
+    def plan_step(self, epoch: SchedulerEpoch, output: Any, cache: LocalCache) -> Iterator[SaveOrder]:
         """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
 
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
         scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
         offers = output.kv_connector_block_state.boundary_state_offloads
-        if offers and (offered := self._offered(offers)) and (order := self._plan_states(session, offered)) is not None:
+        if offers and (offered := self._offered(offers)) and (order := self._plan_states(epoch, offered)) is not None:
             yield order
         for request_id, state in list(self.unsaved.items()):
             tokens, saved = scheduled.get(request_id), state.saved
             if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
                 continue  # not in this step, or no block of it ends in this step
             block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
-            if (order := self.plan(session, state, tokens, block_ids)) is not None:
+            if (order := self.plan(epoch, state, tokens, block_ids)) is not None:
                 yield order
             if self.complete(state):
                 del self.unsaved[request_id]
-        if (order := self.plan_left(session, cache)) is not None:
+        if (order := self.plan_left(epoch, cache)) is not None:
             yield order
 
     def _offered(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[_Block]:
@@ -153,12 +153,12 @@ class Saves:
                         found[block.name] = block
         return [*found.values()]
 
-    def _plan_states(self, session: SchedulerSession, offered: list[_Block]) -> SaveOrder | None:
+    def _plan_states(self, epoch: SchedulerEpoch, offered: list[_Block]) -> SaveOrder | None:
         """Save states, before anything that the running requests keep. Raises SegmentCorrupt.
 
         Those that find no slot wait beside the blocks of finished requests, as vLLM gives their blocks back, too.
         """
-        order = self._order(session, offered) if session.credits.available() else None
+        order = self._order(epoch, offered) if epoch.credits.available() else None
         left = offered if order is None else offered[len(order.slots) :]
         self._counters["save_blocks_unsaved"] += max(0, len(left) - (room := MAX_LEFT - len(self.left)))
         self.left.update((block.name, block) for block in left[:room])
@@ -166,7 +166,7 @@ class Saves:
 
     def plan(
         self,
-        session: SchedulerSession,
+        epoch: SchedulerEpoch,
         state: RequestState,
         scheduled_tokens: int,
         block_ids: Callable[[], Sequence[Sequence[int]]],
@@ -179,7 +179,7 @@ class Saves:
         stop = self.storable_blocks(state, scheduled_tokens)
         if state.tainted or stop <= state.saved:
             return None
-        if (digests := state.digests) is None or not (room := session.credits.available()):
+        if (digests := state.digests) is None or not (room := epoch.credits.available()):
             state.storable = stop  # `leave` looks which of them the request holds
             return None
         held = block_ids()
@@ -187,7 +187,7 @@ class Saves:
         wanted, state.saved = self._wanted(state, digests, range(state.saved, stop), held, room)
         if not wanted:
             return None
-        order = self._order(session, [block for _, block in wanted])
+        order = self._order(epoch, [block for _, block in wanted])
         state.saved = min([state.saved, *(at for at, _ in wanted[len(order.slots) :])])
         return order
 
@@ -241,10 +241,10 @@ class Saves:
         event = None if self._events is None else self._events.describe(state.request, number, group)
         return _Block(block_id, name, local, event)
 
-    def _order(self, session: SchedulerSession, blocks: Sequence[_Block]) -> SaveOrder:
+    def _order(self, epoch: SchedulerEpoch, blocks: Sequence[_Block]) -> SaveOrder:
         """Order copies of the first of these blocks: as many as one record can name and free slots can hold."""
-        most = (session.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].name))
-        slots = session.credits.take(min(len(blocks), most, MAX_SAVED_BLOCKS))
+        most = (epoch.producer.max_payload_bytes - _HEAD_BYTES) // (4 + len(blocks[0].name))
+        slots = epoch.credits.take(min(len(blocks), most, MAX_SAVED_BLOCKS))
         taken = blocks[: len(slots)]
         save_id, self._next_id = self._next_id, self._next_id + 1
         save = DispatchedSave(slots, [block.name for block in taken], self.generation, self._geometry.world_size)
@@ -254,7 +254,7 @@ class Saves:
         self._known.add(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
-        return SaveOrder(save_id, session.epoch, [block.block_id for block in taken], slots)
+        return SaveOrder(save_id, epoch.number, [block.block_id for block in taken], slots)
 
     # --- blocks that finished requests left ---------------------------------------------------------------------------
 
@@ -273,13 +273,13 @@ class Saves:
         self.left.update((block.name, block) for _, block in left)
         self._counters["save_blocks_unsaved"] += state.storable - end
 
-    def plan_left(self, session: SchedulerSession, cache: LocalCache) -> SaveOrder | None:
+    def plan_left(self, epoch: SchedulerEpoch, cache: LocalCache) -> SaveOrder | None:
         """Save blocks that finished requests left, as far as there are slots. Raises SegmentCorrupt.
 
         Such a block is not pinned.  Copying it in this step is safe: no request of this step has been given it, and a
         later write comes later on the stream.
         """
-        room = session.credits.available() if self.left else 0
+        room = epoch.credits.available() if self.left else 0
         if not room:
             return None
         looked = [*islice(self.left.values(), LEFT_LOOKS)]
@@ -296,7 +296,7 @@ class Saves:
                 self._counters["save_blocks_unsaved"] += 1
         if not chosen:
             return None
-        order = self._order(session, chosen)
+        order = self._order(epoch, chosen)
         for block in reversed(chosen[len(order.slots) :]):
             self.left[block.name] = block
             self.left.move_to_end(block.name, last=False)
@@ -365,13 +365,13 @@ class Saves:
         if self._events is not None:
             self._events.saving.pop(save_id, None)
 
-    def flush(self, session: SchedulerSession) -> None:
+    def flush(self, epoch: SchedulerEpoch) -> None:
         """Report saves that all ranks copied; if the ring is full, the rest in the next step. Raises SegmentCorrupt."""
         while self.copied:
             save_id, save = self.copied[0]
             names = [] if save.dropped else save.names
             record = encode_saved(Saved(save_id, save.reset_generation, save.dropped, save.slots, names))
-            if not session.producer.push(RecordKind.SAVED, record):
+            if not epoch.producer.push(RecordKind.SAVED, record):
                 return
             self.copied.popleft()
             self._sent_records += 1

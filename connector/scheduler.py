@@ -24,6 +24,7 @@ from .adapters import Adapters
 from .claims import NOTHING, PENDING, Claims, Matched, Pass
 from .config import ConnectorConfig
 from .early import EarlyHints
+from .epoch import ALIVE, SchedulerEpoch
 from .events import SavedBlocks
 from .firsts import Firsts
 from .geometry import Geometry
@@ -37,7 +38,6 @@ from .request_hints import NO_HINTS
 from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import News, Resets
 from .saves import LocalCache, Saves
-from .session import ALIVE, SchedulerSession
 from .slack import Slack
 from .stats import Tally
 from .steps import MAX_IN_FLIGHT, StepTimes
@@ -54,7 +54,7 @@ class SchedulerSide:
         self,
         config: ConnectorConfig,
         geometry: Geometry,
-        link: Link[SchedulerSession],
+        link: Link[SchedulerEpoch],
         *,
         clock: Clock | None = None,
         publish: bool = False,
@@ -70,7 +70,7 @@ class SchedulerSide:
         self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
         self.resets = Resets(link, geometry.world_size, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
-        self._session: SchedulerSession | None = None
+        self._epoch: SchedulerEpoch | None = None
         self.answered: set[str] = set()
         self._saving = geometry.saves and config.mode == "on"
         self.events = SavedBlocks(geometry) if publish and self._saving else None
@@ -117,7 +117,7 @@ class SchedulerSide:
         if request.lora_request is not None:
             digests = (names := self.adapters.names(request)) and names.up_to_date()
         handle: Handle | None = None
-        full: SchedulerSession | None = None  # that has no room for the hint
+        full: SchedulerEpoch | None = None  # that has no room for the hint
         now, hinting = 0, self._hinting
         if request.kv_hints is not None or request.kv_transfer_params:
             own = claims.own_hints(request)
@@ -125,17 +125,17 @@ class SchedulerSide:
         loadable = geometry.loads and own.fetch and not request.skip_reading_prefix_cache
         if loadable and digests and hinting:
             try:
-                session, link = self._session, self.link
-                if session is not link.session or link.confirmed_reset < self.resets.generation:
-                    session = self._usable_session()
-                if session is not None and session.status(now := self._now_ns()) == ALIVE:
+                epoch, link = self._epoch, self.link
+                if epoch is not link.epoch or link.confirmed_reset < self.resets.generation:
+                    epoch = self._usable_epoch()
+                if epoch is not None and epoch.status(now := self._now_ns()) == ALIVE:
                     local = self.cache.tokens(request) // geometry.block_tokens
                     if own is not NO_HINTS:
                         usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
                     if local < usable:
-                        handle = claims.push(request, digests, (local, usable), session, (now, False), own)
+                        handle = claims.push(request, digests, (local, usable), epoch, (now, False), own)
                         if handle is None:
-                            full = session
+                            full = epoch
                         else:
                             self.counters["hints"] += 1
             except SegmentCorrupt as error:
@@ -149,9 +149,9 @@ class SchedulerSide:
 
     def _adopt(self, request: Any) -> bool:
         """Whether this request was hinted at before it came here, and that counts."""
-        self._usable_session()
+        self._usable_epoch()
         try:
-            early = self.early.adopt(request, self._session)
+            early = self.early.adopt(request, self._epoch)
         except SegmentCorrupt as error:
             self.detach(error)
             return False
@@ -179,7 +179,7 @@ class SchedulerSide:
                 if (
                     self.claims.this_pass.waits
                     and not self._stale_local
-                    and self.link.session is self._session
+                    and self.link.epoch is self._epoch
                     and self.claims.waits_behind(state, num_computed_tokens)
                 ):
                     self._waits.deferred(state, state.deferred_ns)
@@ -205,14 +205,14 @@ class SchedulerSide:
                     return answer.count * self._geometry.block_tokens, answer.asynchronous
                 self.claims.withdraw(state)
                 self.answered.discard(request.request_id)
-            session, link = self._session, self.link
-            if session is not link.session or link.confirmed_reset < self.resets.generation:
-                session = self._usable_session()
-            if session is None or (request.lora_request is not None and state.names is None):
+            epoch, link = self._epoch, self.link
+            if epoch is not link.epoch or link.confirmed_reset < self.resets.generation:
+                epoch = self._usable_epoch()
+            if epoch is None or (request.lora_request is not None and state.names is None):
                 return NOTHING
             if start >= state.usable:
                 return self._used(state, start)
-            reply = self.claims.match(state, session, start, running=len(self.running))
+            reply = self.claims.match(state, epoch, start, running=len(self.running))
             if state.answer is not None:
                 self.answered.add(request.request_id)
             if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
@@ -224,8 +224,8 @@ class SchedulerSide:
 
     def _used(self, state: RequestState, blocks: int) -> Matched:
         """A request is about to use so many local blocks, which no hint named, and needs no others."""
-        if not state.tainted and (digests := state.digests) and (session := self._usable_session()):
-            self.uses.say(digests, blocks, session, self._now_ns())
+        if not state.tainted and (digests := state.digests) and (epoch := self._usable_epoch()):
+            self.uses.say(digests, blocks, epoch, self._now_ns())
         return NOTHING
 
     # --- after allocation -------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class SchedulerSide:
     @detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
         """Tokens that came from disk of this request's load, if it is the one dispatched last; None: not known."""
-        blocks = self.loads.disk_blocks(request.request_id, self._session)
+        blocks = self.loads.disk_blocks(request.request_id, self._epoch)
         return None if blocks is None else blocks * self._geometry.block_tokens
 
     @detaching(None)
@@ -268,7 +268,7 @@ class SchedulerSide:
         """Whether nothing goes on that the next step would have to see, if it only decodes."""
         return not (
             self.loads.running
-            or (self.saves.unsaved and self._session is not None)
+            or (self.saves.unsaved and self._epoch is not None)
             or self.saves.left
             or self.saves.copied
             or self.claims.dropped
@@ -284,12 +284,12 @@ class SchedulerSide:
     def live_epochs(self) -> tuple[int, ...]:
         """The epochs that load orders name, or may name from now on.
 
-        The link's thread calls it, too, after it dropped its session: an epoch missing then is never named again,
-        because `_usable_session` looks at the link once more after it adopted an epoch.  The session is read first: an
-        order of its epoch is among the loads before the session changes.
+        The link's thread calls it, too, after it dropped its epoch: an epoch missing then is never named again,
+        because `_usable_epoch` looks at the link once more after it adopted an epoch.  The epoch is read first: an
+        order of its epoch is among the loads before the epoch changes.
         """
-        session = self._session
-        return tuple(self.loads.epochs() | ({session.epoch} if session is not None else set()))
+        epoch = self._epoch
+        return tuple(self.loads.epochs() | ({epoch.number} if epoch is not None else set()))
 
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
@@ -299,21 +299,21 @@ class SchedulerSide:
         self.claims.this_pass = Pass()
         self._waits.pass_ended(now)
         try:
-            session = self._usable_session()
+            epoch = self._usable_epoch()
             while self.answered:
                 self.claims.withdraw(self.requests[self.answered.pop()])
             if self.early.waiting:
-                self.early.forget(self._session, now)
+                self.early.forget(self._epoch, now)
             if self.uses.heals:
                 stale = self._stale_local or self._mixed
-                self.uses.heal(session, self.cache, self.requests.values(), stale=stale)
+                self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
             wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
-            if session is not None and wanted and session.alive(now):
+            if epoch is not None and wanted and epoch.alive(now):
                 block_tokens = self._geometry.block_tokens
-                self.claims.send_dropped(session, lambda request: self.cache.tokens(request) // block_tokens)
-                meta.saves.extend(self.saves.plan_step(session, output, self.cache))
-            if self.saves.copied and self._session is not None:
-                self.saves.flush(self._session)
+                self.claims.send_dropped(epoch, lambda request: self.cache.tokens(request) // block_tokens)
+                meta.saves.extend(self.saves.plan_step(epoch, output, self.cache))
+            if self.saves.copied and self._epoch is not None:
+                self.saves.flush(self._epoch)
         except SegmentCorrupt as error:
             self.detach(error)
         self.quiet_steps = MEASURED_STEPS if self._is_still() else 0
@@ -355,12 +355,12 @@ class SchedulerSide:
                 now = self._now_ns()
                 self.uses.loaded()
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
-                    if load.handle.session is self._session:
+                    if load.handle.epoch is self._epoch:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
                     if self._firsts.hit and not worker_meta.failed_loads:
                         self._firsts.loaded(load, self.requests.get(load.request_id))
-            if self.saves.copied and self._session is not None:
-                self.saves.flush(self._session)
+            if self.saves.copied and self._epoch is not None:
+                self.saves.flush(self._epoch)
         except SegmentCorrupt as error:
             self.detach(error)
         if not self._is_still():
@@ -373,10 +373,10 @@ class SchedulerSide:
         """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
         if self.loads.running or self.saves.waiting:
             return True
-        session = self._session
-        if session is None or not session.alive(self._now_ns()):
+        epoch = self._epoch
+        if epoch is None or not epoch.alive(self._now_ns()):
             return False
-        return bool(self.saves.copied or self.uses.heals or (self.saves.left and session.credits.available() > 0))
+        return bool(self.saves.copied or self.uses.heals or (self.saves.left and epoch.credits.available() > 0))
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""
@@ -420,18 +420,18 @@ class SchedulerSide:
 
     def _void(self) -> None:
         """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
-        self._usable_session()
+        self._usable_epoch()
         for state in self.requests.values():
             self._give_up(state, Outcome.VOIDED)
         self.saves.reset(self.resets.generation)
         self._tell()
 
     def _tell(self) -> None:
-        self.resets.tell(self._session)
+        self.resets.tell(self._epoch)
         self._renew_quiet()
 
     def _renew_quiet(self) -> None:
-        epochs = () if self._session is None else (self._session.epoch,)
+        epochs = () if self._epoch is None else (self._epoch.number,)
         self.quiet = KVPrefetchMetadata(live_epochs=epochs, weights=self.resets.step._replace(computes=True))
 
     def _weights_reported(self, reports: Mapping[int, RankWeights]) -> None:
@@ -443,25 +443,25 @@ class SchedulerSide:
         self.resets.agree(reports)
         self._tell()
 
-    def _usable_session(self) -> SchedulerSession | None:
-        """The link's session, unless its daemon does not know of the last reset."""
+    def _usable_epoch(self) -> SchedulerEpoch | None:
+        """The link's epoch, unless its daemon does not know of the last reset."""
         link = self.link
-        while (session := link.session) is not self._session:
-            self.adopt(session)
+        while (epoch := link.epoch) is not self._epoch:
+            self.adopt(epoch)
         if link.confirmed_reset < self.resets.generation:
-            self.resets.tell(session)
+            self.resets.tell(epoch)
             return None
-        return session
+        return epoch
 
     def detach(self, error: SegmentCorrupt) -> None:
-        """The daemon's memory cannot be right: drop the session."""
+        """The daemon's memory cannot be right: drop the epoch."""
         self.counters["detached"] += 1
-        self.link.detach(self._session, str(error))
+        self.link.detach(self._epoch, str(error))
         self.adopt(None)
 
-    def adopt(self, session: SchedulerSession | None) -> None:
+    def adopt(self, epoch: SchedulerEpoch | None) -> None:
         """Another epoch: handles, undispatched claims and saves of the old one are void."""
-        self._session = session
+        self._epoch = epoch
         self._renew_quiet()
         for state in self.requests.values():
             state.drop()

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from itertools import islice
 
 from ..shmring.wire.records import RecordKind, encode_used
+from .epoch import SchedulerEpoch
 from .geometry import Geometry
 from .link import Link
 from .request_state import RequestState
 from .saves import LocalCache, Saves
-from .session import SchedulerSession
 
 MOST_PREFIXES = 4096  # of which it is known when they were said; others are said early
 MAX_LOST = 4096  # blocks that the store lost, and that the engine's cache may have once a load has filled them
@@ -33,7 +33,7 @@ class Uses:
     `lost`: blocks that the store has not, and the engine's cache had not, either, the oldest first.
     """
 
-    def __init__(self, geometry: Geometry, link: Link[SchedulerSession], saves: Saves | None) -> None:
+    def __init__(self, geometry: Geometry, link: Link[SchedulerEpoch], saves: Saves | None) -> None:
         self._groups, self._link, self._saves = geometry.groups, link, saves
         self._said: dict[bytes, int] = {}  # when, by the last digest of a prefix; the oldest first
         self.lost: dict[bytes, None] = {}
@@ -49,29 +49,29 @@ class Uses:
         """A load has ended: the cache may have more blocks."""
         self._to_look_at = len(self.lost)
 
-    def say(self, digests: list[bytes], blocks: int, session: SchedulerSession, now_ns: int) -> None:
+    def say(self, digests: list[bytes], blocks: int, epoch: SchedulerEpoch, now_ns: int) -> None:
         """A request without a hint uses so many leading blocks of the engine's own cache. Raises SegmentCorrupt.
 
         `digests`: those that its blocks are stored under.
         """
-        self._know(session)
+        self._know(epoch)
         groups = self._groups
         blocks = min(blocks, groups.blocks(len(digests)))
         if not blocks:
             return
         stop = groups.digests(blocks)
-        last, again_ns = digests[stop - 1], session.use_again_ns
-        if now_ns - self._said.get(last, -again_ns) < again_ns or not session.alive(now_ns):
+        last, again_ns = digests[stop - 1], epoch.use_again_ns
+        if now_ns - self._said.get(last, -again_ns) < again_ns or not epoch.alive(now_ns):
             return
-        if session.producer.push(_USED, encode_used(blocks, digests[:stop])):
+        if epoch.producer.push(_USED, encode_used(blocks, digests[:stop])):
             self._said.pop(last, None)
             self._said[last] = now_ns
             if len(self._said) > MOST_PREFIXES:
                 del self._said[next(iter(self._said))]
 
-    def _know(self, session: SchedulerSession) -> None:
+    def _know(self, epoch: SchedulerEpoch) -> None:
         """Forget what was of another epoch, or of other weights."""
-        if (now := (session.epoch, self._link.confirmed_reset)) != self._of:
+        if (now := (epoch.number, self._link.confirmed_reset)) != self._of:
             self._of = now
             self._said.clear()
             self._forget_lost()
@@ -81,22 +81,22 @@ class Uses:
         self._to_look_at = 0
 
     def heal(
-        self, session: SchedulerSession | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
+        self, epoch: SchedulerEpoch | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
     ) -> None:
         """Have blocks saved again that the daemon says are absent; in this step, if there are slots.
 
-        Not while some of the engine's own cache may not be what its names say, nor without a session that is of use: a
+        Not while some of the engine's own cache may not be what its names say, nor without an epoch that is of use: a
         later use brings them again.
         """
         told, saves = self._link.absent, self._saves
-        if session is None or saves is None or stale or any(state.tainted for state in states):
+        if epoch is None or saves is None or stale or any(state.tainted for state in states):
             told.clear()
             self._forget_lost()
             return
-        self._know(session)
+        self._know(epoch)
         if told:
             absent = told.popleft()
-            if absent.epoch == session.epoch and absent.reset_generation == saves.generation:
+            if absent.epoch == epoch.number and absent.reset_generation == saves.generation:
                 raw, size = bytes.fromhex(absent.names), absent.name_bytes
                 saving = saves.saving(absent.saved_records)
                 names = [raw[start : start + size] for start in range(0, len(raw), size)]

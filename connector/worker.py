@@ -12,11 +12,11 @@ import numpy as np
 from ..kv.groups import Groups
 from .adapter_reads import AdapterReads
 from .copies import Copy, PlainCopies, checked
+from .epoch import WorkerEpoch
 from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder
 from .namespace import RankKeys
 from .paged import PagedCache
-from .session import WorkerSession
 from .stats import Tally
 from .updates import Updates
 
@@ -40,7 +40,7 @@ class WorkerSide:
     """One rank. vLLM calls it on the worker's main thread only. `updates`: of its weights."""
 
     def __init__(
-        self, link: Link[WorkerSession], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
+        self, link: Link[WorkerEpoch], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
     ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
         self.adapters: AdapterReads | None = None
@@ -78,11 +78,11 @@ class WorkerSide:
                 if not (hold and self._holds(order)):  # the scheduler side did not know that they changed
                     self._load_failed(batch, order)
                     continue
-                if (session := self.link.mapped(order.epoch)) is None:
+                if (epoch := self.link.mapped(order.epoch)) is None:
                     raise LookupError(f"epoch is not mapped: epoch={order.epoch}")
                 if not order.slots:
                     raise ValueError("the engine's blocks are not those that the groups' rules name")
-                batch.copies.append(checked(self.paged, session, order.slots, order.block_ids))
+                batch.copies.append(checked(self.paged, epoch, order.slots, order.block_ids))
                 good.append(order)
             except Exception as error:
                 self._load_failed(batch, order, error)
@@ -113,10 +113,10 @@ class WorkerSide:
         batch.report.failed_loads.add(order.load_id)
 
     def _count_loads(self, copies: list[Copy]) -> None:
-        for session, slots, _ in copies:
+        for epoch, slots, _ in copies:
             self.counters["load_bytes"] += len(slots) * self.paged.block_bytes
-            if session.device_cache is not None and session.device_cache.slots:
-                device = int(np.count_nonzero(np.asarray(slots) >= len(session.rows)))
+            if epoch.device_cache is not None and epoch.device_cache.slots:
+                device = int(np.count_nonzero(np.asarray(slots) >= len(epoch.rows)))
                 self.counters["load_device_bytes"] += device * self.paged.block_bytes
 
     def save(self, meta: KVPrefetchMetadata) -> None:
@@ -128,13 +128,13 @@ class WorkerSide:
         begun, hold = time.perf_counter_ns(), self.updates.hold(meta.weights)
         for order in orders:
             try:
-                session = self.link.mapped(order.epoch)
-                if session is None or not hold:
+                epoch = self.link.mapped(order.epoch)
+                if epoch is None or not hold:
                     batch.report.failed_saves.add(order.save_id)
                     continue
                 mine = [i for i, slot in enumerate(order.slots) if self.keys.saves(slot)]
                 slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
-                copy = checked(self.paged, session, slots, block_ids, save=True)
+                copy = checked(self.paged, epoch, slots, block_ids, save=True)
                 if mine:
                     batch.copies.append(copy)
             except Exception as error:

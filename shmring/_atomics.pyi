@@ -40,7 +40,7 @@ class Flags(Generic[F]):
 
 class Handle(Generic[S]):
     @property
-    def session(self) -> S: ...
+    def epoch(self) -> S: ...
     @property
     def digests(self) -> list[bytes]: ...
     @property
@@ -88,7 +88,7 @@ class Pusher:
         local_blocks: int,
         prompt_tokens: int,
         arrival_ns: int,
-        session: S,
+        epoch: S,
         flags: Flags[Any],
         digests: list[bytes],
         request_id: str,

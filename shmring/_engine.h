@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Flags *flags;
-    PyObject *session, *digests;
+    PyObject *epoch, *digests;
     Py_ssize_t flag, blocks, local_blocks;
     long long generation, asked_ns, waited_ns, claimed_ns, missing, cost_ns, spared_ns;
     char stopped;

@@ -13,13 +13,13 @@ PyTypeObject *handle_type;
 static void Handle_dealloc(Handle *self)
 {
     Py_XDECREF(self->flags);
-    Py_XDECREF(self->session);
+    Py_XDECREF(self->epoch);
     Py_XDECREF(self->digests);
     release((PyObject *)self);
 }
 
 static PyMemberDef Handle_members[] = {
-    {"session", T_OBJECT_EX, offsetof(Handle, session), READONLY, NULL},
+    {"epoch", T_OBJECT_EX, offsetof(Handle, epoch), READONLY, NULL},
     {"digests", T_OBJECT_EX, offsetof(Handle, digests), READONLY, NULL},
     {"flag", T_PYSSIZET, offsetof(Handle, flag), READONLY, NULL},
     {"blocks", T_PYSSIZET, offsetof(Handle, blocks), READONLY, NULL},

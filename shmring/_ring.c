@@ -188,7 +188,7 @@ static const uint64_t number_max[NUMBERS] = {PADDING - 1, 255, 1, STATES, 1u << 
 
 static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { SESSION = NUMBERS, FLAGS, DIGESTS, ID, PRIORITY, TRACE, SESSION_DIGEST, ARGUMENTS };
+    enum { EPOCH = NUMBERS, FLAGS, DIGESTS, ID, PRIORITY, TRACE, SESSION_DIGEST, ARGUMENTS };
     uint64_t n[NUMBERS];
     _Atomic uint64_t *tail, *sleeping;
     if (nargs != ARGUMENTS)
@@ -278,7 +278,7 @@ static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nar
     memcpy(head + TRACE_BYTES, PyBytes_AsString(args[SESSION_DIGEST]), SESSION_BYTES);
     *handle = (Handle){.ob_base = handle->ob_base,
                        .flags = (Flags *)Py_NewRef(flags),
-                       .session = Py_NewRef(args[SESSION]),
+                       .epoch = Py_NewRef(args[EPOCH]),
                        .digests = Py_NewRef(digests),
                        .flag = index,
                        .blocks = (Py_ssize_t)n[BLOCKS],
@@ -297,7 +297,7 @@ static PyMethodDef Pusher_methods[] = {
     {"push", (PyCFunction)(void (*)(void))Pusher_push, METH_FASTCALL, "push(kind, payload=b'') -> bool"},
     {"fits", (PyCFunction)Pusher_fits, METH_O, "fits(length) -> bool: whether such a payload can be pushed now"},
     {"hint", (PyCFunction)(void (*)(void))Pusher_hint, METH_FASTCALL,
-     "hint(kind, version, early, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, session, "
+     "hint(kind, version, early, state, items, count, blocks, local_blocks, prompt_tokens, arrival_ns, epoch, "
      "flags, digests, request_id, priority, trace, session_digest) -> Handle, or None without a flag or room"},
     {NULL, NULL, 0, NULL},
 };

@@ -14,11 +14,11 @@ import pytest
 from kvprefetch.connector import config as configuration
 from kvprefetch.connector.adapters import Adapters
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.epoch import SchedulerEpoch
 from kvprefetch.connector.geometry import Geometry
 from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from kvprefetch.connector.saves import LocalCache
 from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter
@@ -73,7 +73,7 @@ class FakeDaemon:
     def beat(self) -> None:
         self.liveness.beat(self.clock())
 
-    def session(self) -> SchedulerSession:
+    def epoch(self) -> SchedulerEpoch:
         import os
 
         attached = Attached(
@@ -82,16 +82,16 @@ class FakeDaemon:
             slot_count=self.layout.slot_count,
             slot_bytes=0,
         )
-        session = SchedulerSession.map(attached, [os.dup(self.segment.fd), Doorbell.create().fd])
-        exchange = session.flags.exchange
+        epoch = SchedulerEpoch.map(attached, [os.dup(self.segment.fd), Doorbell.create().fd])
+        exchange = epoch.flags.exchange
 
         def checked(index: int, expected: int, desired: int) -> bool:
             before, after = unpack(expected), unpack(desired)
             assert after.state in scheduler_checks.TRANSITIONS.get(FlagState(before.state), ()), (before, after)
             return exchange(index, expected, desired)
 
-        session.flags.exchange = checked  # type: ignore[method-assign]
-        return session
+        epoch.flags.exchange = checked  # type: ignore[method-assign]
+        return epoch
 
     def drain(self) -> None:
         """Take all records, and free the flags that were given up."""
@@ -154,7 +154,7 @@ class FakeDaemon:
 class FakeLink:
     """The link without its thread."""
 
-    session: SchedulerSession | None
+    epoch: SchedulerEpoch | None
     confirmed_reset: int = 0
     confirms: bool = True
     detached: list[str] = field(default_factory=list)
@@ -164,12 +164,12 @@ class FakeLink:
 
     def start(self) -> None: ...
     def close(self) -> None: ...
-    def detach(self, session: Any, reason: str) -> None:
+    def detach(self, epoch: Any, reason: str) -> None:
         self.detached.append(reason)
-        self.session = None
+        self.epoch = None
 
     def send_reset(self, generation: int, weights: str) -> bool:
-        if self.session is None:
+        if self.epoch is None:
             return False
         self.resets.append((generation, weights))
         if self.confirms:
@@ -291,7 +291,7 @@ class Engine:
         self.clock = clock or Clock()
         self.daemon = FakeDaemon(self.clock, **taken(("flags", "slots", "ring")))
         self.daemon.credits.grant(list(credits))
-        self.link = FakeLink(self.daemon.session())
+        self.link = FakeLink(self.daemon.epoch())
         self.cache = FakeCache()
         geometry = replace(GEOMETRY, **taken(GEOMETRY.__dataclass_fields__))
         known = taken(("sure", "late", "towers"))

@@ -41,9 +41,9 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from kvprefetch.connector import connector as module
 from kvprefetch.connector import refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
+from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.session import WorkerSession
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
@@ -153,7 +153,7 @@ class RealEngine:
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock)
         self.daemon.credits.grant(list(given.credits))
-        self.link = FakeLink(self.daemon.session())
+        self.link = FakeLink(self.daemon.epoch())
         self.in_flight = given.in_flight
         self.flight: deque[tuple[Any, list[Any], dict[str, list[int]]]] = deque()
         self.tokens: dict[str, list[int]] = {}
@@ -331,7 +331,7 @@ class RealEngine:
         attached = Attached(
             epoch=self.daemon.layout.epoch, segment_bytes=segment.size_bytes, slot_count=slots, slot_bytes=BLOCK_BYTES
         )
-        link = FakeWorkerLink(WorkerSession(attached, segment))
+        link = FakeWorkerLink(WorkerEpoch(attached, segment))
         blocks = cache.num_blocks
         memory = torch.zeros(LAYERS, blocks, BLOCK, 1, BLOCK_BYTES // LAYERS // BLOCK, dtype=torch.uint8)
         tensors = {f"layer0.{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
@@ -39,19 +39,19 @@ class Attaching:
 
     def __init__(self, engine: FakeEngine, device: Device) -> None:
         self.engine, self.sock, self.device = engine, engine.greet("worker"), device
-        self.session: WorkerSession | None = None
+        self.epoch: WorkerEpoch | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
         attached, fds = self.engine.receive(self.sock)
-        self.session = WorkerSession.map(attached, fds, self.device)
-        send_message(self.sock, self.session.mapped())
+        self.epoch = WorkerEpoch.map(attached, fds, self.device)
+        send_message(self.sock, self.epoch.mapped())
 
     def end(self) -> None:
         self.thread.join(10)
-        assert self.session is not None
-        cache, self.session = self.session.device_cache, None
+        assert self.epoch is not None
+        cache, self.epoch = self.epoch.device_cache, None
         assert cache is not None
         assert cache.join(10)
 

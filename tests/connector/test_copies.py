@@ -70,7 +70,7 @@ def load(world: World, *orders: Order, beside: bool = False) -> list[int]:
     launcher.kernel, kernel = Recorded(launcher.kernel), launcher.kernel
     for one, slots, blocks in orders:
         world.on_cpu.load(np.concatenate([one.rows, one.near]), slots, blocks)
-    world.copies.run([checked(world.paged, one.session, *order) for one, *order in orders], beside=beside).synchronize()
+    world.copies.run([checked(world.paged, one.epoch, *order) for one, *order in orders], beside=beside).synchronize()
     world.assert_equal()
     launcher.kernel, recorded = kernel, launcher.kernel
     grids: list[int] = recorded.grids
@@ -81,7 +81,7 @@ def load(world: World, *orders: Order, beside: bool = False) -> list[int]:
 def test_host_slots_that_are_not_pinned_are_copied_without_the_kernel(
     world: World, slots: list[int], launches: int
 ) -> None:
-    world.session.device_cache = SimpleNamespace(slots=NEAR, pinned=5, address=world.device_cache.address)
+    world.epoch.device_cache = SimpleNamespace(slots=NEAR, pinned=5, address=world.device_cache.address)
     assert len(load(world, (world, slots, list(range(len(slots)))))) == launches
     world.save([0, 4, 5, 8], [9, 3, 0, 1])
 
@@ -92,7 +92,7 @@ def test_a_steps_orders_are_one_launch(world: World) -> None:
 
 def test_orders_of_two_epochs_are_two_launches(make: Callable[[], World]) -> None:
     world, other = make(), make()
-    other.session.epoch = 8
+    other.epoch.number = 8
     other.rows[:] = 255 - world.rows
     orders = [(one, [3, HOST + 1], [block, block + 1]) for one, block in ((world, 0), (other, 10), (world, 20))]
     assert len(load(world, *orders)) == 2
@@ -114,7 +114,7 @@ def test_the_copies_of_a_step_that_failed_are_over(world: World, monkeypatch: py
     monkeypatch.setattr(world.copies.launcher.kernel, "launch", fail)
     is_busy = world.on.busy()
     with pytest.raises(DeviceError):
-        world.copies.run([checked(world.paged, world.session, [1], [1])])
+        world.copies.run([checked(world.paged, world.epoch, [1], [1])])
     assert not is_busy()
 
 
@@ -134,16 +134,16 @@ def test_what_lies_outside_is_refused_before_anything_is_copied(
 ) -> None:
     """An address out of bounds would take the whole process's CUDA context with it."""
     with pytest.raises((IndexError, ValueError)):
-        checked(world.paged, world.session, slots, blocks, save=save)
+        checked(world.paged, world.epoch, slots, blocks, save=save)
 
 
 def test_slots_of_another_size_and_device_slots_without_a_device_cache_are_refused(world: World) -> None:
-    session: Any = SimpleNamespace(rows=world.rows, device_cache=None)
+    epoch: Any = SimpleNamespace(rows=world.rows, device_cache=None)
     with pytest.raises(IndexError):
-        checked(world.paged, session, [HOST], [0])
-    session.rows = world.rows[:, :-1]
+        checked(world.paged, epoch, [HOST], [0])
+    epoch.rows = world.rows[:, :-1]
     with pytest.raises(ValueError, match="slot size differs"):
-        checked(world.paged, session, [0], [0])
+        checked(world.paged, epoch, [0], [0])
 
 
 def test_a_device_that_cannot_be_used_is_done_without(world: World, caplog: pytest.LogCaptureFixture) -> None:

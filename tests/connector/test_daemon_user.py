@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.connector import link as link_module
+from kvprefetch.connector.epoch import SchedulerEpoch
 from kvprefetch.connector.link import Link
-from kvprefetch.connector.session import SchedulerSession
 from kvprefetch.shmring.wire.codec import receive_message
 from tests.connector.played_daemon import Server, hello
 from tests.support.ordinary import NOBODY
@@ -50,7 +50,7 @@ def test_an_engine_speaks_only_to_a_daemon_of_root_its_own_user_or_the_configure
 
     listen_as(server, NOBODY)
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
-        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerSession.map, daemon_user=trusted)
+        link = Link(str(server.path), lambda: hello("scheduler"), SchedulerEpoch.map, daemon_user=trusted)
         link.start()
         try:
             assert heard() == accepted

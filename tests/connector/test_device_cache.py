@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import device_cache as module
-from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
@@ -65,17 +65,17 @@ def attached(**changes: Any) -> Attached:
     return Attached(epoch=3, **{**values, **changes})
 
 
-def session(device: Device | None, *slab: int) -> WorkerSession:
+def epoch(device: Device | None, *slab: int) -> WorkerEpoch:
     """As mapped from descriptors."""
     segment = Segment.create(SLOTS * SLOT_BYTES)
     fds = [os.dup(segment.fd), *slab]
     segment.close()
-    return WorkerSession.map(attached(device_slots=DEVICE_SLOTS * len(slab)), fds, device)
+    return WorkerEpoch.map(attached(device_slots=DEVICE_SLOTS * len(slab)), fds, device)
 
 
 def test_a_slab_for_a_rank_without_a_gpu_is_declined_and_let_go(slab: Callable[[], int]) -> None:
     before = len(descriptors_of(os.getpid()))
-    assert session(None, slab()).mapped() == Mapped(epoch=3)
+    assert epoch(None, slab()).mapped() == Mapped(epoch=3)
     assert len(descriptors_of(os.getpid())) == before
 
 
@@ -84,7 +84,7 @@ def test_pages_that_cannot_be_pinned_are_left_with_one_warning(
 ) -> None:
     gpus.plant("cuMemHostRegister_v2", OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING):
-        made = session(device)
+        made = epoch(device)
         eventually(lambda: bool(caplog.records))
     assert "cannot pin staging: pinned_slots=0 slots=5: hostRegister: CUDARuntimeError" in caplog.text
     assert made.device_cache is not None
@@ -101,7 +101,7 @@ def test_a_slab_that_cannot_be_mapped_leaves_the_host_slots(
     before = len(descriptors_of(os.getpid()))
     gpus.plant(fail, OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING):
-        made = session(device, descriptor)
+        made = epoch(device, descriptor)
     assert f"no staging in device memory: {fail}: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
     assert made.mapped() == Mapped(epoch=3)
     cache = made.device_cache
@@ -116,7 +116,7 @@ def test_a_slab_that_cannot_be_mapped_leaves_the_host_slots(
 AT_EXIT = f"""
 import atexit, time
 atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the cache's thread the time to wake
-from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.gpu import cuda
@@ -126,8 +126,8 @@ device = cuda.open_device(fakecuda.UUID)
 device.unregister = lambda address: print("unregister", flush=True)
 message = Attached(epoch=3, segment_bytes={SLOTS * SLOT_BYTES}, slot_count={SLOTS}, slot_bytes={SLOT_BYTES})
 segment = Segment.create({SLOTS * SLOT_BYTES})
-session = WorkerSession.map(message, [segment.fd], device)
-while session.device_cache.pinned < {SLOTS}:
+epoch = WorkerEpoch.map(message, [segment.fd], device)
+while epoch.device_cache.pinned < {SLOTS}:
     time.sleep(0.001)
 print("exit", flush=True)
 """
@@ -153,18 +153,18 @@ def test_a_gpu_that_does_not_answer_leaves_the_host_slots_and_nothing_is_kept_of
     before = len(descriptors_of(os.getpid()))
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        made = session(device, slab())
+        made = epoch(device, slab())
     assert time.monotonic() - began < 5
     assert made.mapped() == Mapped(epoch=3)
     assert "no staging in device memory: the GPU does not answer" in caplog.text
     with caplog.at_level(logging.WARNING):
-        again = session(device, slab())
+        again = epoch(device, slab())
     assert again.mapped() == Mapped(epoch=3)
     eventually(lambda: "cannot pin staging: pinned_slots=0 slots=5: the GPU does not answer" in caplog.text)
     gate.unlink()
     caches = [made.device_cache, again.device_cache]
     eventually(lambda: caches[0] is not None and caches[0].pinned == SLOTS)
-    last = session(device, slab())
+    last = epoch(device, slab())
     assert last.mapped().device
     caches.append(last.device_cache)
     del made, again, last
@@ -179,7 +179,7 @@ def test_a_gpu_that_does_not_answer_while_slots_are_pinned_is_named_once_and_kee
     device: Device, hang: Callable[[str], Path], slab: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = hang("cuMemHostRegister_v2")
-    made = session(device, slab())
+    made = epoch(device, slab())
     cache = made.device_cache
     assert cache is not None
     assert made.mapped().device
@@ -203,4 +203,4 @@ def test_a_descriptor_that_is_missing_is_an_error() -> None:
     fds = [os.dup(segment.fd)]
     segment.close()
     with pytest.raises(SegmentError, match="descriptors are missing"):
-        WorkerSession.map(attached(device_slots=1), fds)
+        WorkerEpoch.map(attached(device_slots=1), fds)

@@ -103,18 +103,18 @@ def test_while_a_reset_is_not_confirmed_nothing_is_hinted_and_nothing_kept() -> 
     assert engine.daemon.unreturned() == []
 
 
-def test_a_hint_of_an_ended_session_is_not_touched() -> None:
+def test_a_hint_of_an_ended_epoch_is_not_touched() -> None:
     engine = Engine()
     request = come(engine, "r")
     first = engine.daemon
     engine.daemon = FakeDaemon(engine.clock, epoch=2)
-    engine.link.session = engine.daemon.session()
+    engine.link.epoch = engine.daemon.epoch()
     engine.side.arrived(request)
     assert first.flag("r").state == FlagState.HINTED, "its daemon has gone, or ends it"
     assert not engine.daemon.hint("r").early
-    other = come(engine, "other")  # the input thread uses a session that the scheduler's has not seen
+    other = come(engine, "other")  # the input thread uses an epoch that the scheduler's has not seen
     engine.daemon = FakeDaemon(engine.clock, epoch=3)
-    engine.link.session = engine.daemon.session()
+    engine.link.epoch = engine.daemon.epoch()
     new = come(engine, "new")
     engine.side.arrived(new)
     engine.side.arrived(other)
@@ -208,10 +208,10 @@ def test_without_room_the_scheduler_drops_the_hint_and_counts_it_once() -> None:
     assert engine.side.counters["hints_dropped"] == 1
 
 
-def test_memory_that_cannot_be_right_ends_the_session_on_the_schedulers_thread() -> None:
+def test_memory_that_cannot_be_right_ends_the_epoch_on_the_schedulers_thread() -> None:
     engine = Engine(ring=4096)
-    assert engine.link.session is not None
-    while engine.link.session.producer.push(1, bytes(100)):
+    assert engine.link.epoch is not None
+    while engine.link.epoch.producer.push(1, bytes(100)):
         pass
     engine.daemon.words.store_release(Line.HEAD, 1 << 50)
     with pytest.raises(SegmentCorrupt):  # the wrapped method of vLLM keeps it inside

@@ -83,7 +83,7 @@ def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
     if how == "reset":
         engine.side.reset()
     if how == "epoch":
-        engine.link.session = None
+        engine.link.epoch = None
         engine.step()
     engine.acknowledge(meta, failed=[save_id] if how == "failed copy" else [])
     engine.link.stored.append(Stored(save_id=save_id, memory=[7]))

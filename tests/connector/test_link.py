@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import link as link_module
+from kvprefetch.connector.epoch import SchedulerEpoch, WorkerEpoch
 from kvprefetch.connector.link import Link
-from kvprefetch.connector.session import SchedulerSession, WorkerSession
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.segment import Segment
@@ -30,16 +30,16 @@ from .played_daemon import Server, hello
 
 
 @contextlib.contextmanager
-def linked(path: Path | str | None, **options: Any) -> Iterator[Link[SchedulerSession]]:
+def linked(path: Path | str | None, **options: Any) -> Iterator[Link[SchedulerEpoch]]:
     """A scheduler's link that has started; closed at the end."""
-    link = Link(None if path is None else str(path), lambda: hello("scheduler"), SchedulerSession.map, **options)
+    link = Link(None if path is None else str(path), lambda: hello("scheduler"), SchedulerEpoch.map, **options)
     link.start()
     with contextlib.closing(link):
         yield link
 
 
 @pytest.fixture
-def scheduler(server: Server) -> Iterator[Link[SchedulerSession]]:
+def scheduler(server: Server) -> Iterator[Link[SchedulerEpoch]]:
     with linked(server.path) as link:
         yield link
 
@@ -51,7 +51,7 @@ def test_an_absent_daemon_is_said_once_and_found_later(
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"), linked(path) as link:
         eventually(lambda: "no daemon" in caplog.text)
         time.sleep(0.05)  # some attempts more
-        assert link.session is None
+        assert link.epoch is None
         server = Server(path)
         assert server.accept()[1] == hello("scheduler")
     server.close()
@@ -91,7 +91,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_processes_of_one_engine_meet_at_the_system_s_daemon_once_it_answers(
     places: list[str], quick_link: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that waits for its session at the user's daemon leaves it; one that has a session stays."""
+    """One that waits for its epoch at the user's daemon leaves it; one that has an epoch stays."""
     with contextlib.closing(Server(Path(places[1]))) as own, caplog.at_level(logging.INFO), linked(None) as first:
         own.attached()
         with linked(None) as second:
@@ -99,8 +99,8 @@ def test_processes_of_one_engine_meet_at_the_system_s_daemon_once_it_answers(
             with contextlib.closing(Server(Path(places[0]))) as system:
                 system.sock.accept()[0].close()  # a look whether it answers
                 system.attached()
-                assert first.session is not None
-                eventually(lambda: second.session is not None)
+                assert first.epoch is not None
+                eventually(lambda: second.epoch is not None)
                 said = [
                     f"kvprefetch: attached to the daemon at {path}: epoch=1 slots={own.fake.layout.slot_count}"
                     for path in reversed(places)
@@ -116,33 +116,33 @@ def test_no_daemon_is_started_to_replace_the_system_s(places: list[str], quick_l
         with contextlib.closing(Server(Path(places[0]))) as system:
             system.attached()
             starts.clear()
-        eventually(lambda: link.session is None)
+        eventually(lambda: link.epoch is None)
         time.sleep(0.05)
         assert starts == []
 
 
-def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerSession]) -> None:
+def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
     """The end of file is published within the shared words, the memory stays usable, and a new epoch follows."""
     sock = server.attached()
-    session = scheduler.session
-    assert session is not None
-    assert session.epoch == 1
+    epoch = scheduler.epoch
+    assert epoch is not None
+    assert epoch.number == 1
     server.fake.liveness.beat(time.monotonic_ns())
-    assert session.alive(time.monotonic_ns())
+    assert epoch.alive(time.monotonic_ns())
     eventually(lambda: server.fake.liveness.peer(time.monotonic_ns()) is PeerStatus.ALIVE)
     sock.close()
-    eventually(lambda: scheduler.session is None)
-    assert not session.alive(time.monotonic_ns())
-    assert session.producer.push(1, b"still mapped")
+    eventually(lambda: scheduler.epoch is None)
+    assert not epoch.alive(time.monotonic_ns())
+    assert epoch.producer.push(1, b"still mapped")
     server.attached(FakeDaemon(Clock(), epoch=9))
-    assert scheduler.session is not None
-    assert scheduler.session.epoch == 9
+    assert scheduler.epoch is not None
+    assert scheduler.epoch.number == 9
 
 
-def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
-    server: Server, scheduler: Link[SchedulerSession], caplog: pytest.LogCaptureFixture
+def test_a_warning_says_that_the_daemon_is_gone_not_that_an_epoch_ended(
+    server: Server, scheduler: Link[SchedulerEpoch], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A session also ends when another process of the engine does, as at every shutdown: nothing is wrong then."""
+    """An epoch also ends when another process of the engine does, as at every shutdown: nothing is wrong then."""
     with caplog.at_level(logging.INFO, "vllm.kvprefetch.link"):
         sock = server.attached()
         sock.close()
@@ -156,8 +156,8 @@ def test_a_warning_says_that_the_daemon_is_gone_not_that_a_session_ended(
     assert [record.levelno for record in caplog.records if "no daemon at" in record.message] == [logging.WARNING]
 
 
-def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
-    server: Server, scheduler: Link[SchedulerSession]
+def test_descriptors_go_with_the_epoch_however_often_a_daemon_comes_anew(
+    server: Server, scheduler: Link[SchedulerEpoch]
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for epoch in range(1, 6):
@@ -166,7 +166,7 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
         server.attach(sock, fake)
         fake.segment.close()
         sock.close()
-        eventually(lambda: scheduler.session is None)
+        eventually(lambda: scheduler.epoch is None)
     sock, _ = server.accept()
     for save_id in range(9):  # none is expected with it
         send_message(sock, Stored(save_id=save_id), [sock.fileno()])
@@ -175,14 +175,14 @@ def test_descriptors_go_with_the_session_however_often_a_daemon_comes_anew(
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
-def test_detach_drops_the_session_and_comes_back(server: Server, scheduler: Link[SchedulerSession]) -> None:
+def test_detach_drops_the_epoch_and_comes_back(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
     """An older one's damage says nothing of the one that has come since."""
     sock = server.attached()
-    older = FakeDaemon(Clock()).session()
+    older = FakeDaemon(Clock()).epoch()
     scheduler.detach(older, "slot out of bounds")
-    assert scheduler.session is not None
-    scheduler.detach(scheduler.session, "slot out of bounds")
-    assert scheduler.session is None
+    assert scheduler.epoch is not None
+    scheduler.detach(scheduler.epoch, "slot out of bounds")
+    assert scheduler.epoch is None
     assert receive_message(sock) is None
     server.accept()
 
@@ -201,7 +201,7 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("daemon", ["says nothing", "hangs up", "turns away"])
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
-def test_why_no_session_comes_is_one_warning(
+def test_why_no_epoch_comes_is_one_warning(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, daemon: str, role: str
 ) -> None:
     """A worker waits for the scheduler as long as its engine starts, and says nothing."""
@@ -234,7 +234,7 @@ def test_what_the_daemon_waits_for_is_said_instead(
 
 
 @pytest.mark.parametrize("kind", ["garbage", "geometry", "descriptors"])
-def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession], kind: str) -> None:
+def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerEpoch], kind: str) -> None:
     sock, _ = server.accept()
     if kind == "garbage":
         sock.send(b"\xff\xfe")
@@ -248,10 +248,10 @@ def test_nonsense_is_survived(server: Server, scheduler: Link[SchedulerSession],
     server.attached()
 
 
-def test_a_reset_is_confirmed_by_its_own_reply(server: Server, scheduler: Link[SchedulerSession]) -> None:
+def test_a_reset_is_confirmed_by_its_own_reply(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
     assert not scheduler.send_reset(1, "1" * 32), "there is no daemon"
     sock = server.attached()
-    eventually(lambda: scheduler.session, what="the session")
+    eventually(lambda: scheduler.epoch, what="the epoch")
     assert scheduler.send_reset(3, "3" * 32)
     assert Server.receive(sock) == Reset(reset_generation=3, weights="3" * 32)
     for generation in (2, 3):
@@ -259,10 +259,8 @@ def test_a_reset_is_confirmed_by_its_own_reply(server: Server, scheduler: Link[S
         eventually(lambda generation=generation: scheduler.confirmed_reset == generation, what="the reply")
 
 
-def test_an_attachment_confirms_the_reset_that_its_hello_names(
-    server: Server, scheduler: Link[SchedulerSession]
-) -> None:
-    """And no later one, however many the session before had confirmed."""
+def test_an_attachment_confirms_the_reset_that_its_hello_names(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
+    """And no later one, however many the epoch before had confirmed."""
     hello = scheduler.hello()
     assert hello.scheduler is not None
     scheduler.confirmed_reset = 9
@@ -287,7 +285,7 @@ def test_the_heart_beats_while_messages_come(server: Server, monkeypatch: pytest
     assert not link.running, "nor is an end waited for"
 
 
-def test_the_heart_beats_while_nothing_comes(server: Server, scheduler: Link[SchedulerSession]) -> None:
+def test_the_heart_beats_while_nothing_comes(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
     server.attached()
     for _ in range(3):
         beaten = server.fake.words.load_acquire(Line.PRODUCER_BEAT)
@@ -310,15 +308,15 @@ SLOT_BYTES = 16
 
 
 @pytest.fixture
-def worker(server: Server) -> Iterator[Link[WorkerSession]]:
-    link = Link(str(server.path), lambda: hello("worker"), WorkerSession.map, keep_ended=True)
+def worker(server: Server) -> Iterator[Link[WorkerEpoch]]:
+    link = Link(str(server.path), lambda: hello("worker"), WorkerEpoch.map, keep_ended=True)
     link.start()
     yield link
     link.close()
 
 
 def attach(
-    server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()
+    server: Server, link: Link[WorkerEpoch], epoch: int, live_epochs: tuple[int, ...] = ()
 ) -> tuple[socket.socket, Segment]:
     """A daemon attaches the worker with this epoch. Return its connection, and the staging."""
     sock, _ = server.accept()
@@ -328,25 +326,23 @@ def attach(
     )
     send_message(sock, attached, [segment.fd])
     assert Server.receive(sock) == Mapped(epoch=epoch)
-    eventually(lambda: link.session is not None)
+    eventually(lambda: link.epoch is not None)
     return sock, segment
 
 
-def live_and_die(server: Server, link: Link[WorkerSession], epoch: int, live_epochs: tuple[int, ...] = ()) -> None:
+def live_and_die(server: Server, link: Link[WorkerEpoch], epoch: int, live_epochs: tuple[int, ...] = ()) -> None:
     """A daemon that attaches the worker with this epoch and ends."""
     sock, segment = attach(server, link, epoch, live_epochs)
     sock.close()
     segment.close()
-    eventually(lambda: link.session is None)
+    eventually(lambda: link.epoch is None)
 
 
 def mapped_segments() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:kvprefetch")
 
 
-def test_a_worker_keeps_ended_epochs_until_steps_no_longer_name_them(
-    server: Server, worker: Link[WorkerSession]
-) -> None:
+def test_a_worker_keeps_ended_epochs_until_steps_no_longer_name_them(server: Server, worker: Link[WorkerEpoch]) -> None:
     live_and_die(server, worker, 1)
     for _ in range(link_module.FORGET_STEPS - 1):
         worker.keep(())
@@ -361,7 +357,7 @@ def test_a_worker_keeps_ended_epochs_until_steps_no_longer_name_them(
 
 
 def test_an_idle_worker_lets_go_of_every_ended_epoch_that_the_scheduler_does_not_name(
-    server: Server, worker: Link[WorkerSession]
+    server: Server, worker: Link[WorkerEpoch]
 ) -> None:
     """No step comes; the daemon is started again and again."""
     before = mapped_segments()
@@ -371,8 +367,8 @@ def test_an_idle_worker_lets_go_of_every_ended_epoch_that_the_scheduler_does_not
     eventually(lambda: mapped_segments() == before + 2)
 
 
-def test_the_staging_of_the_session_is_left_alone_beside_an_ended_one(
-    server: Server, worker: Link[WorkerSession], monkeypatch: pytest.MonkeyPatch
+def test_the_staging_of_the_epoch_is_left_alone_beside_an_ended_one(
+    server: Server, worker: Link[WorkerEpoch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try to unmap it would empty its page tables, though it cannot succeed."""
     live_and_die(server, worker, 1)
@@ -388,7 +384,7 @@ def test_the_staging_of_the_session_is_left_alone_beside_an_ended_one(
 
 
 def test_no_thread_but_the_links_unmaps_staging(
-    server: Server, worker: Link[WorkerSession], monkeypatch: pytest.MonkeyPatch
+    server: Server, worker: Link[WorkerEpoch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unmapping costs 50 ms per GiB: the step that drops the last reference must not pay for it."""
     unmapped_by: list[str] = []
@@ -414,7 +410,7 @@ def test_no_thread_but_the_links_unmaps_staging(
     assert unmapped_by == ["kvprefetch-link"]
 
 
-def test_what_a_copy_still_uses_stays_mapped(server: Server, worker: Link[WorkerSession]) -> None:
+def test_what_a_copy_still_uses_stays_mapped(server: Server, worker: Link[WorkerEpoch]) -> None:
     before = mapped_segments()
     live_and_die(server, worker, 1)
     copying = worker.mapped(1)

@@ -79,8 +79,8 @@ def test_p02_the_answer_is_relative_to_what_is_local_now(make: Make, monkeypatch
 
     original = Claims.match
 
-    def from_the_first(self: Claims, state: Any, session: Any, start: int, **rest: Any) -> Any:
-        return original(self, state, session, 0, **rest)
+    def from_the_first(self: Claims, state: Any, epoch: Any, start: int, **rest: Any) -> Any:
+        return original(self, state, epoch, 0, **rest)
 
     fails_with(check, monkeypatch, Claims, "match", from_the_first)
 

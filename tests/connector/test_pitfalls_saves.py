@@ -225,7 +225,7 @@ def test_p31_no_later_request_finds_a_block_that_a_failed_load_left_unfilled(
     def check() -> None:
         engine = make(load_mode="sync", in_flight=in_flight, credits=range(32, 64))
         first = engine.hinted("first", 5 * BLOCK + 1, 3)
-        engine.workers[0].worker_side.link.sessions.clear()
+        engine.workers[0].worker_side.link.epochs.clear()
         engine.schedule()
         while engine.flight:
             engine.process()
@@ -257,7 +257,7 @@ def test_p31_what_was_computed_on_an_unfilled_block_is_not_found_where_the_reque
             engine.step()
         first = engine.add("first", 5 * BLOCK + 1)
         engine.stage("first", 1)
-        engine.workers[0].worker_side.link.sessions.clear()
+        engine.workers[0].worker_side.link.epochs.clear()
         engine.schedule()
         assert len(engine.orders()) == 1
         if end == "aborted":

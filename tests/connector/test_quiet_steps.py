@@ -38,7 +38,7 @@ def test_one_quiet_step_in_so_many_is_measured(decoding: tuple[Engine, Request])
     assert len(set(seen)) == 3, seen
 
 
-def test_a_quiet_step_names_the_epoch_of_its_session(decoding: tuple[Engine, Request]) -> None:
+def test_a_quiet_step_names_its_epoch(decoding: tuple[Engine, Request]) -> None:
     engine, request = decoding
     meta = engine.hooks.build_connector_meta(scheduled_output([(request, 1)]))
     assert meta is engine.side.quiet
@@ -84,9 +84,9 @@ def test_a_step_in_which_something_goes_on_is_planned(
     assert not quiet(engine, request)
 
 
-def test_the_end_of_a_session_is_seen_within_so_many_steps(decoding: tuple[Engine, Request]) -> None:
+def test_the_end_of_an_epoch_is_seen_within_so_many_steps(decoding: tuple[Engine, Request]) -> None:
     engine, request = decoding
-    engine.link.session = None
+    engine.link.epoch = None
     metas = [engine.step([(request, 1)]) for _ in range(MEASURED_STEPS + 1)]
     assert metas[-1].live_epochs == () != metas[0].live_epochs
 

@@ -45,7 +45,7 @@ def test_an_idle_engine_does_not_step_for_a_daemon_that_does_not_take_its_saves(
     if how == "hangs":
         engine.clock.advance_ms(6000)
     else:
-        engine.link.session = None
+        engine.link.epoch = None
         engine.step()
     assert not engine.side.has_pending_work()
 

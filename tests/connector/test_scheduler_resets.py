@@ -225,10 +225,10 @@ def test_nothing_goes_on_before_the_daemon_knows_of_the_reset() -> None:
 def test_a_reset_without_a_daemon_is_sent_when_one_is_there() -> None:
     """As the last one alone; a hello has it, too."""
     engine = Engine(credits=range(8))
-    session, engine.link.session = engine.link.session, None
+    epoch, engine.link.epoch = engine.link.epoch, None
     engine.reset()
     assert engine.link.resets == []
-    engine.link.session = session
+    engine.link.epoch = epoch
     engine.match(engine.add("r", 3 * BLOCK))
     assert engine.link.resets == [tuple(engine.side.resets.current)]
 

@@ -171,7 +171,7 @@ def test_saves_of_an_ended_epoch_are_forgotten() -> None:
     engine = Engine(credits=[1])
     request = engine.admitted("r", BLOCK)
     meta = engine.step([(request, BLOCK)])
-    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    engine.link.epoch = FakeDaemon(engine.clock, epoch=2).epoch()
     engine.step()
     engine.acknowledge(meta)
     assert not engine.side.has_pending_work()
@@ -183,7 +183,7 @@ def test_a_full_ring_of_an_ended_epoch_holds_up_nothing() -> None:
     engine, old = saved_into_a_full_ring()
     engine.side.finished(old)
     engine.daemon = FakeDaemon(engine.clock, epoch=2)
-    engine.link.session = engine.daemon.session()
+    engine.link.epoch = engine.daemon.epoch()
     engine.daemon.credits.grant([1])
     request = engine.admitted("new", 2 * BLOCK)
     engine.acknowledge(engine.step([(request, BLOCK)]))
@@ -196,7 +196,7 @@ def test_the_next_daemons_store_may_lack_what_the_last_ones_had() -> None:
     for epoch, blocks in ((1, 2), (1, 0), (2, 2)):
         if epoch != engine.daemon.layout.epoch:
             engine.daemon = FakeDaemon(engine.clock, epoch=epoch)
-            engine.link.session = engine.daemon.session()
+            engine.link.epoch = engine.daemon.epoch()
         engine.daemon.credits.grant([1, 2])
         request = engine.admitted(f"{epoch} {blocks}", 2 * BLOCK, salt="same")
         meta = engine.step([(request, 2 * BLOCK)])

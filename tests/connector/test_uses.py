@@ -94,7 +94,7 @@ def test_an_engine_that_loads_nothing_says_what_it_uses() -> None:
 
 def test_a_full_ring_drops_the_record_and_the_next_use_says_it() -> None:
     engine, _ = held(ring=4096)
-    while engine.link.session is not None and engine.link.session.producer.push(99, bytes(512)):
+    while engine.link.epoch is not None and engine.link.epoch.producer.push(99, bytes(512)):
         pass
     request = engine.admitted("r", 4 * BLOCK + 1, salt="same", local=4 * BLOCK)
     engine.step([(request, 1)])

@@ -103,7 +103,7 @@ def test_new_hints_do_not_move_the_bound() -> None:
     engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
     assert engine.match(request) == PENDING
     engine.clock.advance_ms(39)
-    engine.link.session = FakeDaemon(engine.clock, epoch=2).session()
+    engine.link.epoch = FakeDaemon(engine.clock, epoch=2).epoch()
     assert engine.match(request) == PENDING
     engine.clock.advance_ms(1)
     assert engine.match(request) == NOTHING
@@ -190,9 +190,9 @@ def test_a_change_is_seen_behind_a_request_that_waits(
     fails_with(check, monkeypatch, Claims, "waits_behind", lambda *_: True)
 
 
-def test_another_session_is_seen_behind_a_request_that_waits() -> None:
+def test_another_epoch_is_seen_behind_a_request_that_waits() -> None:
     engine, second = waits_behind()
-    engine.link.session = None
+    engine.link.epoch = None
     assert engine.match(second) == NOTHING
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvprefetch.connector.copies import PlainCopies
+from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.connector.metadata import AdapterRead, KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.paged import PagedCache
-from kvprefetch.connector.session import WorkerSession
 from kvprefetch.connector.stats import KVPrefetchStats
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
@@ -49,9 +49,9 @@ def make(
     fill = np.frombuffer(segment.buffer, dtype=np.uint8).reshape(SLOTS, 16)
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
-    session = WorkerSession(attached, segment)
-    side = WorkerSide(FakeWorkerLink(session), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
-    return side, cache, session.rows, paged
+    epoch = WorkerEpoch(attached, segment)
+    side = WorkerSide(FakeWorkerLink(epoch), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
+    return side, cache, epoch.rows, paged
 
 
 def load(
@@ -87,13 +87,13 @@ def test_bytes_are_counted_and_those_that_came_from_device_memory() -> None:
     """A block has 16 bytes; the device's slots follow the host's."""
     worker, _, rows, _ = make()
     link: Any = worker.link
-    session = link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=None)
+    epoch = link.epochs[EPOCH] = SimpleNamespace(number=EPOCH, rows=rows, device_cache=None)
     worker.load(KVPrefetchMetadata(loads=[load()]))
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(1, EPOCH, [3], [1])]))
     counted = (worker.counters.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["save_bytes"]) == (32, 16)
     copies: Any = SimpleNamespace(run=lambda copies, **_: None)
-    worker.copies, session.device_cache = copies, SimpleNamespace(slots=2)
+    worker.copies, epoch.device_cache = copies, SimpleNamespace(slots=2)
     worker.load(KVPrefetchMetadata(loads=[LoadOrder(2, "r2", EPOCH, False, [1, 2, 3], [SLOTS - 1, SLOTS, SLOTS + 1])]))
     counted = (worker.counters.take() or KVPrefetchStats()).data
     assert (counted["load_bytes"], counted["load_device_bytes"]) == (48, 32)
@@ -157,7 +157,7 @@ def test_a_save_that_fails_is_reported_and_the_others_are_done(caplog: pytest.Lo
     worker, cache, rows, _ = make()
     link: Any = worker.link
     near = SimpleNamespace(slots=2, rows=np.zeros((2, 16), np.uint8))
-    link.sessions[EPOCH] = SimpleNamespace(epoch=EPOCH, rows=rows, device_cache=near)
+    link.epochs[EPOCH] = SimpleNamespace(number=EPOCH, rows=rows, device_cache=near)
     cache[:] = 200
     worker.save(KVPrefetchMetadata(saves=[SaveOrder(8, 1, [4], [2])]))
     assert caplog.records == []
@@ -184,7 +184,7 @@ def test_slots_that_do_not_fit_their_segment_are_refused() -> None:
     segment = Segment.create(SLOTS * 16)
     attached = Attached(epoch=1, segment_bytes=segment.size_bytes, slot_count=SLOTS * 300, slot_bytes=16)
     with pytest.raises(SegmentCorrupt, match="do not fit"):
-        WorkerSession(attached, segment)
+        WorkerEpoch(attached, segment)
     segment.close()
 
 
@@ -251,18 +251,18 @@ def test_what_is_done_is_reported_though_something_longer_still_runs(monkeypatch
     assert worker.received() == {"r1"}
 
 
-def test_a_session_is_kept_until_its_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_is_kept_until_its_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory stays mapped and pinned under the kernel that reads it, also when the link has forgotten it."""
     worker, _, _, paged = make()
     fence = Fence()
     monkeypatch.setattr(paged, "fence", lambda: fence)
     link: Any = worker.link
-    session = weakref.ref(link.sessions[EPOCH])
+    epoch = weakref.ref(link.epochs[EPOCH])
     worker.load(KVPrefetchMetadata(loads=[load()]))
-    link.sessions.clear()
+    link.epochs.clear()
     gc.collect()
-    assert session() is not None
+    assert epoch() is not None
     fence.done = True
     worker.report()
     gc.collect()
-    assert session() is None
+    assert epoch() is None

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvprefetch.connector.session import WorkerSession
+from kvprefetch.connector.epoch import WorkerEpoch
 
 
 class FakeWorkerLink:
     """A worker's link without its thread: it has these epochs mapped."""
 
-    def __init__(self, session: WorkerSession) -> None:
-        self.sessions = {session.epoch: session}
+    def __init__(self, epoch: WorkerEpoch) -> None:
+        self.epochs = {epoch.number: epoch}
         self.kept: list[Sequence[int]] = []
 
     def start(self) -> None: ...
     def close(self) -> None: ...
-    def mapped(self, epoch: int) -> WorkerSession | None:
-        return self.sessions.get(epoch)
+    def mapped(self, epoch: int) -> WorkerEpoch | None:
+        return self.epochs.get(epoch)
 
     def keep(self, live_epochs: Sequence[int]) -> None:
         self.kept.append(live_epochs)

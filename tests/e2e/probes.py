@@ -36,8 +36,8 @@ def drafted_windows(engine: Any) -> int:
 
 def attached(engine: Any) -> bool:
     """Tell whether the scheduler side is attached to a live daemon."""
-    session = _side(engine).scheduler_side.link.session
-    return session is not None and bool(session.alive(time.monotonic_ns()))
+    epoch = _side(engine).scheduler_side.link.epoch
+    return epoch is not None and bool(epoch.alive(time.monotonic_ns()))
 
 
 def vllm_version(engine: Any) -> str:
@@ -277,7 +277,7 @@ def stall_a_step(engine: Any, seconds: float) -> None:
 
 def leak_a_flag(engine: Any) -> None:
     """Take a flag that no request has."""
-    _side(engine).scheduler_side.link.session.flags.take(1, 1)
+    _side(engine).scheduler_side.link.epoch.flags.take(1, 1)
 
 
 def workers_found(engine: Any) -> list[bool]:

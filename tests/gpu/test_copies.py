@@ -71,7 +71,7 @@ class World:
         stream = device.stream()
         stream.copy(self.device_cache.address, self.near.ctypes.data, self.near.nbytes)
         stream.close()
-        self.session: Any = SimpleNamespace(epoch=1, rows=self.rows, device_cache=self.device_cache)
+        self.epoch: Any = SimpleNamespace(number=1, rows=self.rows, device_cache=self.device_cache)
         self.copies = on.copies(self.paged)
         if pinned:
             self.wait_until_pinned()
@@ -83,12 +83,12 @@ class World:
         """On the GPU; and what should come of it, on the CPU."""
         everything = np.concatenate([self.rows, self.near])
         self.on_cpu.load(everything, slots, blocks)
-        return self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside)
+        return self.copies.run([checked(self.paged, self.epoch, slots, blocks)], beside=beside)
 
     def save(self, slots: list[int], blocks: list[int]) -> None:
         expected = self.rows.copy()
         self.on_cpu.save(expected, slots, blocks)
-        self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True).synchronize()
+        self.copies.run([checked(self.paged, self.epoch, slots, blocks, save=True)], save=True).synchronize()
         assert (self.rows == expected).all()
 
     def assert_equal(self) -> None:
@@ -167,10 +167,10 @@ def test_another_processs_slab_is_loaded_from(world: World, device: Device, peer
     pages = mmap.mmap(-1, -(-world.paged.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     rows = np.frombuffer(pages, np.uint8, world.paged.block_bytes).reshape(1, -1)
     cache = DeviceCache(device, rows, attached, slab)
-    session: Any = SimpleNamespace(epoch=2, rows=rows, device_cache=cache)
+    epoch: Any = SimpleNamespace(number=2, rows=rows, device_cache=cache)
     near = pattern(9, size).reshape(NEAR, -1)
     world.on_cpu.load(near, [0, 5, 2], [1, 39, 7])
-    world.copies.run([checked(world.paged, session, [1, 6, 3], [1, 39, 7])])
+    world.copies.run([checked(world.paged, epoch, [1, 6, 3], [1, 39, 7])])
     world.assert_equal()
     cache.end()
     assert cache.join(30)
@@ -203,7 +203,7 @@ def test_a_fence_is_for_its_own_copies(world: World, save: bool) -> None:
     """Also when those of another stream are over sooner. Synchronous loads and saves are on the compute stream."""
     world.copies.mark()
     world.on.busy()
-    order = checked(world.paged, world.session, [1], [3], save=True)
+    order = checked(world.paged, world.epoch, [1], [3], save=True)
     behind = world.copies.run([order], save=True) if save else world.load([1], [3])
     world.load([2], [4], beside=True).synchronize()
     assert not behind.query()

@@ -47,24 +47,24 @@ class Rank:
         rows = np.frombuffer(mmap.mmap(segment, 0), np.uint8, slots * SLOT_BYTES).reshape(slots, SLOT_BYTES)
         attached: Any = SimpleNamespace(device_slots=device_slots, slot_bytes=SLOT_BYTES)
         self.device_cache = DeviceCache(device, rows, attached, slab)
-        self.session: Any = SimpleNamespace(epoch=1, rows=rows, device_cache=self.device_cache)
+        self.epoch: Any = SimpleNamespace(number=1, rows=rows, device_cache=self.device_cache)
 
     def hello(self) -> int:
         return self.device_cache.slots
 
     def pinned(self) -> None:
-        eventually(lambda: self.device_cache.pinned >= len(self.session.rows), 30, "pinned slots")
+        eventually(lambda: self.device_cache.pinned >= len(self.epoch.rows), 30, "pinned slots")
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], beside: bool = False) -> list[str]:
         """Load, and read back from the paged cache; what every block holds then."""
-        self.copies.run([checked(self.paged, self.session, slots, blocks)], beside=beside).synchronize()
+        self.copies.run([checked(self.paged, self.epoch, slots, blocks)], beside=beside).synchronize()
         values = np.zeros((len(blocks), SLOT_BYTES), np.uint8)
         self.paged.save(values, range(len(blocks)), blocks)
         self.synchronize()
         return [digest(value) for value in values]
 
     def save(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self.copies.run([checked(self.paged, self.session, slots, blocks, save=True)], save=True).synchronize()
+        self.copies.run([checked(self.paged, self.epoch, slots, blocks, save=True)], save=True).synchronize()
 
     def end(self) -> None:
         """As at the end of the epoch."""

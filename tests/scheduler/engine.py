@@ -120,7 +120,7 @@ class Engine:
             link: Any = self.scheduler.connector.link
             self.link = link
             eventually(self._attached, 20.0, "an attached engine")
-            self.save_slots = self.link.session.credits.available()
+            self.save_slots = self.link.epoch.credits.available()
             self.oracle = Oracle(self.scheduler, self.side, self.workers, truth, lambda: self.jitter.randrange(4))
 
     # --- what a client may do ---------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ class Engine:
 
     def detach(self) -> None:
         """The connection ends; dispatched loads go on in the old epoch's memory, and a new epoch follows."""
-        if self.link.session is not None:
-            self.link.detach(self.link.session, ON_PURPOSE)
+        if self.link.epoch is not None:
+            self.link.detach(self.link.epoch, ON_PURPOSE)
             self.counts["detaches"] += 1
 
     # --- the engine's loop ------------------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ class Engine:
         poll(self._quiet, most_s, pause_s=0.0005)
 
     def _quiet(self) -> bool:
-        session = self.link.session
-        if session is None:
+        epoch = self.link.epoch
+        if epoch is None:
             return False
         out = sum(len(save.slots) for save in self.side.saves.waiting.values())
         handles = [state.handle for state in self.side.requests.values() if state.handle is not None]
-        return bool(session.credits.available() + out >= self.save_slots) and all(
+        return bool(epoch.credits.available() + out >= self.save_slots) and all(
             handle.look().state != FlagState.HINTED for handle in handles
         )
 
@@ -340,9 +340,9 @@ class Engine:
             assert time.monotonic() < deadline, f"the engine does not come to rest: {self.scheduler.requests.keys()}"
 
         if self.site is not None:  # as if the scheduler had not got the rejected ones for long
-            early, session = self.side.early, self.link.session
+            early, epoch = self.side.early, self.link.epoch
             self.counts["forsaken"] += len(early.waiting)
-            early.forget(session, time.monotonic_ns() + 2 * ADOPTED_WITHIN_NS)
+            early.forget(epoch, time.monotonic_ns() + 2 * ADOPTED_WITHIN_NS)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -362,8 +362,8 @@ class Engine:
         logging.getLogger("vllm.kvprefetch").removeHandler(self.logged)
 
     def _attached(self) -> bool:
-        session = self.link.session
-        return session is not None and session.alive(time.monotonic_ns())
+        epoch = self.link.epoch
+        return epoch is not None and epoch.alive(time.monotonic_ns())
 
 
 class _Errors(logging.Handler):

@@ -241,11 +241,11 @@ class _Watched:
 
     def _saves(self, copies: Sequence[Any]) -> list[Callable[[], None]]:
         queued: list[Callable[[], None]] = []
-        for session, slots, block_ids in copies:
-            taken = np.zeros((len(slots), session.rows.shape[1]), dtype=session.rows.dtype)
+        for epoch, slots, block_ids in copies:
+            taken = np.zeros((len(slots), epoch.rows.shape[1]), dtype=epoch.rows.dtype)
             self._paged.save(taken, range(len(slots)), block_ids)
             self._oracle.saving(self._rank, taken, slots, block_ids)
-            queued.append(functools.partial(session.rows.__setitem__, list(slots), taken))
+            queued.append(functools.partial(epoch.rows.__setitem__, list(slots), taken))
         return queued
 
     def _loads(self, copies: Sequence[Any]) -> list[Callable[[], None]]:
@@ -254,7 +254,7 @@ class _Watched:
         for copy, load in zip(copies, loads, strict=True):
             if load is None:
                 continue
-            rows = copy.session.rows
+            rows = copy.epoch.rows
             if self._oracle.fails(load, self._rank):
                 self._load(copy, load)
                 # The last block got something else.
@@ -264,5 +264,5 @@ class _Watched:
         return queued
 
     def _load(self, copy: Any, load: Load) -> None:
-        self._oracle.copied(load, self._rank, copy.session.rows)
-        self._paged.load(copy.session.rows, copy.slots, copy.block_ids)
+        self._oracle.copied(load, self._rank, copy.epoch.rows)
+        self._paged.load(copy.epoch.rows, copy.slots, copy.block_ids)

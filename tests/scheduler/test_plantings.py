@@ -73,11 +73,11 @@ def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytes
     """As vLLM's pull request 27644 shows it: under async scheduling the counts run ahead of the tokens."""
     original = saves.Saves.plan
 
-    def counting(self: saves.Saves, session: Any, state: Any, *args: Any) -> Any:
+    def counting(self: saves.Saves, epoch: Any, state: Any, *args: Any) -> Any:
         request = state.request
         state.request = _WithPlaceholders(request)
         try:
-            return original(self, session, state, *args)
+            return original(self, epoch, state, *args)
         finally:
             state.request = request
 
@@ -259,12 +259,12 @@ def test_a_state_saved_a_step_after_its_offer_is_found(site: Site, monkeypatch: 
     """By then vLLM may have given its block to another request, of the few that there are."""
     original, kept = saves.Saves.plan_step, dict[int, Any]()
 
-    def later(self: saves.Saves, session: Any, output: Any, cache: Any) -> Any:
+    def later(self: saves.Saves, epoch: Any, output: Any, cache: Any) -> Any:
         state, before = output.kv_connector_block_state, kept.get(id(self), {})
         kept[id(self)] = state.boundary_state_offloads
         late = SimpleNamespace(boundary_state_offloads=before, get_block_ids=state.get_block_ids)
         step = SimpleNamespace(num_scheduled_tokens=output.num_scheduled_tokens, kv_connector_block_state=late)
-        return original(self, session, step, cache)
+        return original(self, epoch, step, cache)
 
     monkeypatch.setattr(saves.Saves, "plan_step", later)
     finds(site, "is not as computed|before its tokens exist", queue=2, blocks=6, **layout("state"))

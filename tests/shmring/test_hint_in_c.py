@@ -57,7 +57,7 @@ class Side:
             "local_blocks": 0,
             "prompt_tokens": 99,
             "arrival_ns": 5,
-            "session": "session",
+            "epoch": "epoch",
             "flags": self.table,
             "digests": digests,
             "request_id": "request",
@@ -118,7 +118,7 @@ def test_the_daemon_decodes_what_the_engine_hinted(
     }
     handle = side.hint(digests, count=count, blocks=count, items=count, arrival_ns=now, **fields)
     assert handle is not None
-    assert (handle.session, handle.digests, handle.blocks, handle.generation) == ("session", digests, count, 1)
+    assert (handle.epoch, handle.digests, handle.blocks, handle.generation) == ("epoch", digests, count, 1)
     assert (handle.local_blocks, handle.asked_ns, handle.waited_ns, handle.claimed_ns) == (min(local, count), 0, 0, 0)
     assert side.table.flag(handle.flag) == Flag(1, HINTED, 0)
     payload, pages = side.taken(), side.table.lent(handle.flag)

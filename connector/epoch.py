@@ -1,7 +1,7 @@
-"""One attachment to the daemon (an epoch): the mapped memory of a scheduler or a worker, and the parts that use it.
+"""One epoch, an attachment to the daemon: the mapped memory of a scheduler or a worker, and the parts that use it.
 
-A session never changes and is dropped by reference: its holder can use the memory safely, also when the daemon is gone
-and a newer session has taken its place.  Its end unmaps nothing: the link unmaps `segment` on its own thread, once no
+An epoch never changes and is dropped by reference: its holder can use the memory safely, also when the daemon is gone
+and a newer epoch has taken its place.  Its end unmaps nothing: the link unmaps `segment` on its own thread, once no
 view stands on it any more.
 """
 
@@ -32,12 +32,12 @@ from .paged import Rows
 ALIVE = int(PeerStatus.ALIVE)
 
 
-class SchedulerSession:
+class SchedulerEpoch:
     """The control segment of one epoch, from the engine's side."""
 
     def __init__(self, attached: Attached, segment: Segment, doorbell: Doorbell) -> None:
         """Take over `segment` and `doorbell`. Raises SegmentCorrupt."""
-        # The holder of a session may ring: until it is dropped, no other file may get the doorbell's number.
+        # The holder of an epoch may ring: until it is dropped, no other file may get the doorbell's number.
         weakref.finalize(self, doorbell.close)
         layout = Layout.read(segment.buffer)
         found = (layout.epoch, layout.slot_count, layout.device_slots)
@@ -46,19 +46,19 @@ class SchedulerSession:
             raise SegmentCorrupt(
                 f"segment is of another epoch: epoch, slot_count, device_slots={found} expected={expected}"
             )
-        self.epoch, self.use_again_ns = layout.epoch, attached.use_again_ms * 1_000_000
+        self.number, self.use_again_ns = layout.epoch, attached.use_again_ms * 1_000_000
         words = Words(segment.buffer)
         self.flags = FlagAllocator(segment.buffer, words, layout)
         self.credits = CreditTaker(segment.buffer, words, layout)
         self.producer = Producer(segment.buffer, words, layout, doorbell.ring)
         self.liveness = Liveness(words, consumer=False)
         self.liveness.set_state(PeerState.ACTIVE)
-        self.status = self.liveness.status  # of the daemon: status(now_ns) is ALIVE while it serves this session
+        self.status = self.liveness.status  # of the daemon: status(now_ns) is ALIVE while it serves this epoch
         self.segment = segment
         segment.close()  # its descriptor; the views above keep the memory mapped
 
     @classmethod
-    def map(cls, attached: Attached, fds: Sequence[int]) -> SchedulerSession:
+    def map(cls, attached: Attached, fds: Sequence[int]) -> SchedulerEpoch:
         """Map the memory that came with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt."""
         _check_fds(fds, 2)
         doorbell = Doorbell(fds[1])
@@ -70,11 +70,11 @@ class SchedulerSession:
         return made
 
     def alive(self, now_ns: int) -> bool:
-        """Whether the daemon serves this session at that time (CLOCK_MONOTONIC)."""
+        """Whether the daemon serves this epoch at that time (CLOCK_MONOTONIC)."""
         return self.status(now_ns) == ALIVE
 
     def mapped(self) -> Mapped:
-        return Mapped(epoch=self.epoch)
+        return Mapped(epoch=self.number)
 
     def tick(self, now_ns: int) -> None:
         """Beat, about once a second."""
@@ -85,7 +85,7 @@ class SchedulerSession:
         self.liveness.peer_is_gone()
 
 
-class WorkerSession:
+class WorkerEpoch:
     """The staging slots of one rank in one epoch.
 
     `rows` is a [slot_count, slot_bytes] view of those in host memory; the device cache's slots follow them.
@@ -100,7 +100,7 @@ class WorkerSession:
                 f"slots do not fit the segment: slot_bytes={attached.slot_bytes} slot_count={attached.slot_count} "
                 f"segment_bytes={attached.segment_bytes}"
             )
-        self.epoch = attached.epoch
+        self.number = attached.epoch
         # A NumPy view, not torch's: it pins the mapping, torch.frombuffer would let close() unmap under the tensor.
         flat = np.frombuffer(segment.buffer, dtype=np.uint8, count=attached.slot_bytes * attached.slot_count)
         self.rows: Rows = flat.reshape(attached.slot_count, attached.slot_bytes)
@@ -116,7 +116,7 @@ class WorkerSession:
             os.close(slab)
 
     @classmethod
-    def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerSession:
+    def map(cls, attached: Attached, fds: Sequence[int], device: Device | None = None) -> WorkerEpoch:
         """Map the memory that came with Attached; owns the descriptors. Raises SegmentError, SegmentCorrupt.
 
         Without device slots, where they cannot be mapped; `mapped` reports it.
@@ -132,10 +132,10 @@ class WorkerSession:
         return made
 
     def mapped(self) -> Mapped:
-        return Mapped(epoch=self.epoch, device=self.device_cache is not None and self.device_cache.slots > 0)
+        return Mapped(epoch=self.number, device=self.device_cache is not None and self.device_cache.slots > 0)
 
     def tick(self, now_ns: int) -> None:
-        """Check that the GPU answers, about once a second; only the scheduler's session has a heartbeat word."""
+        """Check that the GPU answers, about once a second; only the scheduler's epoch has a heartbeat word."""
         if self.device_cache is not None:
             self.device_cache.tick()
 
