@@ -55,13 +55,13 @@ WAYS = {
     OURS: "kvprefetch",
     LOCAL: "all local",
 }
-TIMES = ("hint_seen", "looked_up", "first_byte", "last_byte", "asked", "claimed", "loaded")
+TIMES = ("hint_seen", "looked_up", "first_byte", "last_byte", "visited", "claimed", "loaded")
 WORDS = {
     "hint_seen": "the daemon read the hint",
-    "looked_up": "the store was asked which blocks it has",
+    "looked_up": "the store said which blocks it has",
     "first_byte": "the first bytes were staged",
     "last_byte": "all its KV was staged",
-    "asked": "the scheduler asked for it",
+    "visited": "the scheduler came to it",
     "claimed": "the scheduler claimed it",
     "loaded": "the engine had loaded it",
 }

@@ -29,7 +29,7 @@ from .slack import Slack
 from .waits import Clock
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
-MAX_LATE_HINTS = 3
+MAX_ON_DEMAND_HINTS = 3
 # Blocks of dropped hints that a step sends again before it stops: their hashes are copied on the engine's thread.
 RESENT_BLOCKS = 4096
 
@@ -243,7 +243,7 @@ class Claims:
         wait = state.wait or self._start_wait(state, visit.start, visit.now_ns)
         wait.stopped, first = False, not self.this_pass.waits
         verdict = self._policy.verdict(wait, visit.start, visit.usable, visit.now_ns, load=visit.load, first=first)
-        if verdict is Verdict.WAIT and self._late_hint(state, epoch, visit.start):
+        if verdict is Verdict.WAIT and self._hint_on_demand(state, epoch, visit.start):
             self.this_pass.waits |= wait.policy == "adaptive"  # one that waits at any cost decides for itself only
             return PENDING
         return self._settle(state, Outcome.RECOMPUTED if verdict in _OVERTAKEN else Outcome.TIMED_OUT)
@@ -325,9 +325,9 @@ class Claims:
         self._counters["slack_ns"] += now_ns - visit.now_ns
         return flag, _tuple(Visit, (visit.start, visit.usable, now_ns, visit.load))
 
-    def _late_hint(self, state: RequestState, epoch: SchedulerEpoch, start: int) -> bool:
-        """Hint at a visited request without a hint. False after MAX_LATE_HINTS; without room the next visit retries."""
-        if state.late_hints >= MAX_LATE_HINTS:
+    def _hint_on_demand(self, state: RequestState, epoch: SchedulerEpoch, start: int) -> bool:
+        """Hint a visited request. False after MAX_ON_DEMAND_HINTS; without room the next visit retries."""
+        if state.on_demand_hints >= MAX_ON_DEMAND_HINTS:
             return False
         now_ns = self._now_ns()
         if self.hint(state, epoch, start, now_ns):

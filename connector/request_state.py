@@ -52,7 +52,7 @@ class RequestState:
     loading: bool = False
     # Its KV comes from a prefill engine, by another child of MultiConnector: until that failed, it is not loadable.
     prefilled_elsewhere: bool = False
-    late_hints: int = 0
+    on_demand_hints: int = 0
     # Whether the next hint counts on blocks in the engine's own cache.
     counts_local: bool = True
     # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
@@ -114,11 +114,11 @@ class RequestState:
 
     def hinted_late(self) -> None:
         """A hint was sent at a visit."""
-        self.late_hints += 1
+        self.on_demand_hints += 1
 
     def evicted(self, now_ns: int) -> None:
         """Local blocks are gone: the next hint is free, and counts on none, as others may go while it is fetched."""
-        self.late_hints -= 1
+        self.on_demand_hints -= 1
         self.counts_local = False
         if self.wait is not None:
             self.wait.restart(now_ns)
@@ -177,7 +177,7 @@ class RequestState:
         assert self.handle is None, self
         self.preemptions = self.request.num_preemptions
         self.loadable, self.prefilled_elsewhere = self.loadable or self.prefilled_elsewhere, False
-        self.settled, self.late_hints, self.wait, self.waited = False, 0, None, False
+        self.settled, self.on_demand_hints, self.wait, self.waited = False, 0, None, False
         self.counts_local = True
         self.saved, self.storable, self.prefill_tokens, self.usable = 0, 0, tokens, usable
         self.tainted = False
@@ -185,7 +185,7 @@ class RequestState:
     def reset(self) -> bool:
         """The weights changed: hint again. Return whether it computed with the old ones; then it is never saved."""
         assert self.handle is None, self
-        self.settled, self.late_hints, self.wait = False, 0, None
+        self.settled, self.on_demand_hints, self.wait = False, 0, None
         old: bool = self.request.num_computed_tokens > 0
         self.tainted |= old
         return old

@@ -7,7 +7,7 @@ Rules that keep the engine's contract:
   and nobody writes any more.  A claim that its pass does not use is given up at the pass's end, but for one whose load
   vLLM waits for: it names the blocks in a later pass.
 * A dispatched load belongs to its load_id: finish, abort, preemption and an ended epoch do not touch it.
-* A request is settled once it was admitted, missed, or used up its late hints: no more hints until it is preempted.
+* A request is settled once it was admitted, missed, or used up its hints on demand: none more until it is preempted.
 * After a reset nothing is hinted, loaded or saved before the weights have an id that the daemon knows (resets.py).
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvprefetch.connector import claims, hints
-from kvprefetch.connector.claims import MAX_LATE_HINTS
+from kvprefetch.connector.claims import MAX_ON_DEMAND_HINTS
 from kvprefetch.connector.hints import trace_of
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.wire.records import NO_TRACE, FlagState
@@ -51,7 +51,7 @@ def test_no_hint_at_arrival_when_not_wanted(settings: dict[str, bool]) -> None:
 
 def test_a_local_prefix_that_goes_on_shrinking_costs_one_hint() -> None:
     """The second one counts on no local block, and is not counted with those that a daemon lost."""
-    local = MAX_LATE_HINTS + 2
+    local = MAX_ON_DEMAND_HINTS + 2
     engine = Engine()
     request = engine.add("r", (local + 2) * BLOCK, local=local * BLOCK)
     for left in range(local - 1, 1, -1):
@@ -59,7 +59,7 @@ def test_a_local_prefix_that_goes_on_shrinking_costs_one_hint() -> None:
         assert engine.daemon.hint("r").local_blocks == 0
     engine.daemon.drain()
     assert len(engine.daemon.hints) == 2
-    for _ in range(MAX_LATE_HINTS):
+    for _ in range(MAX_ON_DEMAND_HINTS):
         engine.daemon.move(engine.daemon.hint("r").flag, FlagState.EXPIRED, 0)
         assert engine.match(request, BLOCK) == PENDING
     engine.daemon.stage("r", local + 1)
@@ -86,7 +86,7 @@ def test_what_is_taken_back_is_pending_again_under_the_same_hint() -> None:
 def test_a_hint_that_became_void_is_renewed_a_few_times() -> None:
     engine = Engine()
     request = engine.add("r", 4 * BLOCK)
-    for _ in range(MAX_LATE_HINTS):
+    for _ in range(MAX_ON_DEMAND_HINTS):
         hint = engine.daemon.hint("r")
         engine.daemon.move(hint.flag, FlagState.EXPIRED, 0)
         assert engine.match(request) == PENDING
