@@ -17,7 +17,7 @@ from kvprefetch.client.control import find_socket
 
 from ...shmring.wire.control_socket import SYSTEM_SOCKET
 from ..config.machine import machine_bytes
-from ..config.model import SIZES, ConfigError, DaemonConfig
+from ..config.model import FORMER, SIZES, ConfigError, DaemonConfig
 from ..config.sizes import size_text, whole_mib
 from ..config.sources import FILE_VARIABLE, PREFIX, Effective, Sources, resolve
 from ..control.access import group_id
@@ -91,6 +91,7 @@ def configuration_options() -> Iterator[click.Option]:
         choices = kind[1:-1].split(",") if kind.startswith("{") else ()
         shown = click.Choice(choices) if choices else click.Path(readable=False) if kind == "PATH" else str
         yield option(f"--{name.replace('_', '-')}", metavar=None if choices else kind, type=shown, help=text)
+    yield from (option(f"--{name.replace('_', '-')}", hidden=True, help=f"now {now}") for name, now in FORMER.items())
 
 
 def default_text(name: str, field: FieldInfo) -> str:
@@ -112,7 +113,8 @@ def kind_of(field: FieldInfo) -> str:
 
 def configuration_sources(arguments: Arguments) -> Sources:
     """Return the sources of the configuration, for a command with `configuration_options`."""
-    return Sources.of({name: getattr(arguments, name) for name in DaemonConfig.model_fields}, arguments.config)
+    names = (*DaemonConfig.model_fields, *FORMER)
+    return Sources.of({name: getattr(arguments, name) for name in names}, arguments.config)
 
 
 def accepted(sources: Sources) -> Effective:
@@ -129,7 +131,7 @@ def accepted(sources: Sources) -> Effective:
         DiskSpec.parse(config.disk)
     if config.socket_group is not None:
         group_id(config.socket_group)
-    if config.hints_port and config.hints != "off":
+    if config.door_port and config.door != "off":
         check_token(config)
     for name in ("staging",) if config.mooncake_config is not None else ("staging", "memory"):
         if (size := getattr(config, name)) > (most := machine_bytes()):
@@ -139,12 +141,12 @@ def accepted(sources: Sources) -> Effective:
 
 def check_token(config: DaemonConfig) -> None:
     """Raise ConfigError where there is no file with a token, it holds none, or other users may read it."""
-    if config.hints_token is None:
-        raise ConfigError(f"hints_token: is missing: hints_port={config.hints_port} needs a file with a token")
+    if config.door_token is None:
+        raise ConfigError(f"door_token: is missing: door_port={config.door_port} needs a file with a token")
     try:
-        read_token(config.hints_token)
+        read_token(config.door_token)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"hints_token: {error}: hints_token={str(config.hints_token)!r}") from None
+        raise ConfigError(f"door_token: {error}: door_token={str(config.door_token)!r}") from None
 
 
 def of_running(effective: Effective) -> DaemonConfig:

@@ -175,8 +175,8 @@ def ports(config: DaemonConfig) -> Iterator[Finding]:
     wanted = [("metrics_port", config.metrics_address, config.metrics_port)]
     if config.mooncake_config is None:
         wanted.append(("master_port", "127.0.0.1", config.master_port or 0))
-    if config.hints != "off":
-        wanted.append(("hints_port", "127.0.0.1", config.hints_port))
+    if config.door != "off":
+        wanted.append(("door_port", "127.0.0.1", config.door_port))
     for name, address, port in wanted:
         try:
             socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()

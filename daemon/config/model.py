@@ -55,7 +55,7 @@ Number = Annotated[int, BeforeValidator(_number)]
 Uid = Annotated[Number, Field(ge=0, le=(1 << 32) - 2)]
 
 
-def hints_socket(control: Path) -> Path:
+def door_socket(control: Path) -> Path:
     """Return the path of the HTTP door's Unix socket, beside the control socket."""
     return control.with_name(f"{control.stem}-hints{control.suffix}")
 
@@ -130,13 +130,13 @@ class DaemonConfig(BaseModel):
         default="127.0.0.1", min_length=1, description="address of /metrics, /healthz, /readyz"
     )
     metrics_port: Number = Field(default=9655, ge=0, le=65535, description="its TCP port; 0: no metrics")
-    hints: Literal["on", "off"] = Field(
+    door: Literal["on", "off"] = Field(
         default="on", description="on: the HTTP door for announcements, a Unix socket beside the control socket"
     )
-    hints_port: Number = Field(
+    door_port: Number = Field(
         default=0, ge=0, le=65535, description="TCP port of the door on 127.0.0.1; 0: the Unix socket alone"
     )
-    hints_token: Path | None = Field(
+    door_token: Path | None = Field(
         default=None, description="file with the token that callers of that port send: Authorization: Bearer TOKEN"
     )
     checksums: Literal["on", "off"] = Field(
@@ -175,9 +175,9 @@ class DaemonConfig(BaseModel):
         return value
 
     @property
-    def hints_socket(self) -> Path:
+    def door_socket(self) -> Path:
         """Return the path of the door's Unix socket."""
-        return hints_socket(self.socket)
+        return door_socket(self.socket)
 
     @property
     def lease_ns(self) -> int:
@@ -186,7 +186,8 @@ class DaemonConfig(BaseModel):
         return (self.lease_ms or default_ms) * 1_000_000
 
 
-# Former keys, with the reason: each is a warning for a release.
+# Former keys, each a warning for a release: with the key that has the meaning now, or with the reason.
+FORMER = {"hints": "door", "hints_port": "door_port", "hints_token": "door_token"}
 GONE = {
     "spin_us": "the daemon looks at the rings as the CPU time of a look allows",
     "device_owner": "the daemon itself finds the way to share a GPU's memory",

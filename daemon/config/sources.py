@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...shmring.wire.checks import first_error, living, nearest
-from .model import GONE, ConfigError, DaemonConfig
+from .model import FORMER, GONE, ConfigError, DaemonConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,14 +58,14 @@ def resolve(sources: Sources) -> Effective:
     layers: list[tuple[str, dict[str, Any]]] = []
     if sources.file is not None:
         layers.append((str(sources.file), _read(sources.file)))
-    variables = {PREFIX + key.upper(): key for key in (*DaemonConfig.model_fields, *GONE)}
+    variables = {PREFIX + key.upper(): key for key in (*DaemonConfig.model_fields, *FORMER, *GONE)}
     for variable, value in sources.environ.items():
         if variable != FILE_VARIABLE:
             _check(variable.upper(), "environment", variables)
             layers.append((f"${variable}", {variables[variable.upper()]: value}))
     layers += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in sources.flags.items()]
     for place, layer in layers:
-        for name, value in living(layer, GONE, partial(print, file=sys.stderr)).items():
+        for name, value in living(layer, GONE, partial(print, file=sys.stderr), FORMER).items():
             if isinstance(value, dict) and name not in DaemonConfig.model_fields:
                 raise ConfigError(f"{place}: keys stand at the top of the file, below no table: [{name}]")
             _check(name, place, DaemonConfig.model_fields)

@@ -39,18 +39,18 @@ class DoorSockets:
         self._sockets: list[socket.socket] = []
         self._bound: os.stat_result | None = None
         self._watched, self._begun_ns = True, 0
-        if config.hints == "off":
+        if config.door == "off":
             return
         try:
-            self._sockets = [listen(config, path=config.hints_socket, kind=socket.SOCK_STREAM)]
-            self._bound = config.hints_socket.stat()
-            if config.hints_port:
-                self._sockets.append(_listen_on(config.hints_port))
+            self._sockets = [listen(config, path=config.door_socket, kind=socket.SOCK_STREAM)]
+            self._bound = config.door_socket.stat()
+            if config.door_port:
+                self._sockets.append(_listen_on(config.door_port))
         except (ConfigError, OSError) as error:
             self.close()
-            if config.hints_port:
+            if config.door_port:
                 raise
-            log.warning("door.closed", error=f"{error}: socket={str(config.hints_socket)!r}")
+            log.warning("door.closed", error=f"{error}: socket={str(config.door_socket)!r}")
         self._watch()
 
     def ready(self, fds: list[int], now_ns: int) -> None:
@@ -60,7 +60,7 @@ class DoorSockets:
         for each in self._sockets:
             self._epoll.unregister(each)
         passed = [each.fileno() for each in self._sockets]
-        token = os.fspath(self._config.hints_token) if self._config.hints_token is not None else ""
+        token = os.fspath(self._config.door_token) if self._config.door_token is not None else ""
         words = [os.fspath(self._config.socket), token, *map(str, passed)]
         try:
             # Its standard input ends with this process, and then it ends, too.  A folder of the current directory
@@ -100,12 +100,12 @@ class DoorSockets:
     @property
     def there(self) -> bool:
         """Whether the file of its Unix socket is there; a door that is closed misses none."""
-        return self._bound is None or is_at(self._config.hints_socket, self._bound)
+        return self._bound is None or is_at(self._config.door_socket, self._bound)
 
     def listen_anew(self) -> None:
         """Replace the Unix socket, and end the process that serves the one before. Raises ConfigError, OSError."""
-        sock = listen(self._config, BRIEFLY_S, path=self._config.hints_socket, kind=socket.SOCK_STREAM)
-        self._bound = self._config.hints_socket.stat()
+        sock = listen(self._config, BRIEFLY_S, path=self._config.door_socket, kind=socket.SOCK_STREAM)
+        self._bound = self._config.door_socket.stat()
         self._end()
         for each in self._sockets if self._watched else ():
             self._epoll.unregister(each)
@@ -129,7 +129,7 @@ class DoorSockets:
     def close(self) -> None:
         self._end()
         if self._bound is not None:
-            take_away(self._config.hints_socket, self._bound)
+            take_away(self._config.door_socket, self._bound)
         for each in self._sockets:
             each.close()
         self._sockets = []
@@ -140,7 +140,7 @@ def _listen_on(port: int) -> socket.socket:
         sock = socket.create_server((LOOPBACK, port), backlog=128)
     except OSError as error:
         kind = Taken if error.errno == errno.EADDRINUSE else ConfigError
-        why = f"{os.strerror(error.errno or 0)}: hints_port={port}; another one, or 0 for none"
-        raise kind(f"hints_port: cannot be bound: {why}") from None
+        why = f"{os.strerror(error.errno or 0)}: door_port={port}; another one, or 0 for none"
+        raise kind(f"door_port: cannot be bound: {why}") from None
     sock.setblocking(False)
     return sock

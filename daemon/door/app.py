@@ -123,7 +123,7 @@ class App:
             return caller
         scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
-            raise Bad(401, "this port wants the header Authorization: Bearer TOKEN, with the token of hints_token")
+            raise Bad(401, "this port wants the header Authorization: Bearer TOKEN, with the token of door_token")
         return Caller(uid=os.geteuid(), groups=[])
 
     # --- announcing -------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Housekeeping:
 
         names = [
             Name(listener.path, lambda: listener.there, listen_anew),
-            Name(str(shared.config.hints_socket), lambda: door.there, door.listen_anew),
+            Name(str(shared.config.door_socket), lambda: door.there, door.listen_anew),
             Name(board.name, lambda: board.there, board.make_anew),
         ]
         self._names = Names(names, shared.log)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.config.model import door_socket
 from kvprefetch.daemon.door.envelope import Answer, Answered
 from kvprefetch.shmring.wire.checks import ACTION, ACTION_VERSION, ENVELOPE_VERSION, first_error
 
@@ -30,7 +30,7 @@ class Door:
     """HTTP requests over the door's Unix socket, beside the control socket."""
 
     def __init__(self, control: Path, timeout_s: float = 30.0) -> None:
-        self._path, self._timeout_s = hints_socket(control), timeout_s
+        self._path, self._timeout_s = door_socket(control), timeout_s
 
     def ask(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> tuple[int, dict[str, Any]]:
         """Return status and answer, `wait_s` later than usual. Raises Unavailable where nobody listens."""

@@ -63,11 +63,17 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
-def living(values: Mapping[str, Any], gone: Mapping[str, str], warn: Callable[[str], object]) -> dict[str, Any]:
-    """Return settings without former keys; each of those is a warning with the reason that `gone` has."""
+def living(
+    values: Mapping[str, Any], gone: Mapping[str, str], warn: Callable[[str], object], former: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Return settings without former keys. Each of those is a warning: with the reason that `gone` has, or with the key
+    that `former` has, whose value it is where that is not set itself."""
     for key in values.keys() & gone.keys():
         warn(f"kvprefetch: the key {key} is gone, and ignored: {gone[key]}")
-    return {key: value for key, value in values.items() if key not in gone}
+    for key in values.keys() & former.keys():
+        warn(f"kvprefetch: the key {key} is {former[key]} now; the next release does not know it any more")
+    renamed = {former[key]: value for key, value in values.items() if key in former}
+    return renamed | {key: value for key, value in values.items() if key not in gone and key not in former}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

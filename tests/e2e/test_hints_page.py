@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.serve.server import Server
 from kvprefetch.client import Client
-from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.config.model import door_socket
 from tests.e2e.conftest import Site
 from tests.lab.daemon import Daemon
 from tests.lab.process import REPO, free_ports
@@ -52,7 +52,7 @@ def test_the_page_and_the_router_work_as_they_stand(site: Site, served: Server, 
     router = REPO / "docs/examples/router.py"
     name = str(daemon.records("engine.attached")[-1]["engine"])
     (port,) = free_ports(1)
-    argv = [sys.executable, str(router), str(port), str(hints_socket(daemon.socket)), f"{name}={served.url}"]
+    argv = [sys.executable, str(router), str(port), str(door_socket(daemon.socket)), f"{name}={served.url}"]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}/v1/completions"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.config.model import door_socket
 from tests.e2e.conftest import BLOCK, Site, hits, whole_blocks
 from tests.lab.engine import Engine
 from tests.lab.process import REPO, free_ports
@@ -63,7 +63,7 @@ def http_server(name: str, engine: Engine, may_begin: threading.Event) -> Iterat
 @contextmanager
 def router(site: Site, *engines: str) -> Iterator[str]:
     (port,) = free_ports(1)
-    argv = [sys.executable, str(REPO / "docs/examples/router.py"), str(port), str(hints_socket(site.daemon.socket))]
+    argv = [sys.executable, str(REPO / "docs/examples/router.py"), str(port), str(door_socket(site.daemon.socket))]
     process = subprocess.Popen([*argv, *engines], stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}/v1/completions"

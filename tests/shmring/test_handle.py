@@ -33,7 +33,7 @@ class Held:
         producer = self.control.producer()
         numbers = (int(RecordKind.HINT), PROTOCOL, 0, HINTED, BLOCKS, BLOCKS, BLOCKS, 0, 99, 5)
         digests = [bytes([number]) * 8 for number in range(BLOCKS)]
-        handle = producer.hint(*numbers, "session", self.engine, digests, "request", 0, NO_TRACE, NO_SESSION)
+        handle = producer.hint(*numbers, "epoch", self.engine, digests, "request", 0, NO_TRACE, NO_SESSION)
         assert handle is not None
         self.handle: Handle[str] = handle
         self.daemon.lend(handle.flag, self.engine.lent(handle.flag))

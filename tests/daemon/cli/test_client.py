@@ -19,7 +19,7 @@ import pytest
 import kvprefetch.client as api
 from kvprefetch.client import AsyncClient, Client, Prompt, Unavailable, explain
 from kvprefetch.client.door import Door
-from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.config.model import door_socket
 from tests.daemon.stores import blocks, engine_with
 from tests.daemon.telemetry.test_trace_picture import LINE
 from tests.lab.daemon import Daemon
@@ -75,7 +75,7 @@ def test_without_a_daemon_each_call_says_so(tmp_path: Path) -> None:
 
 def test_a_door_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(str(hints_socket(tmp_path / "d.sock")))
+        hung.bind(str(door_socket(tmp_path / "d.sock")))
         hung.listen()
         with pytest.raises(Unavailable, match=r"no door answers: .*: timed out"):
             Client(tmp_path / "d.sock", timeout_s=0.2).prefetch([Prompt(token_ids=[1])])

@@ -95,7 +95,7 @@ def broken_places(folder: Path, port: int) -> dict[str, tuple[str, ...]]:
     (folder / "secret").chmod(0o600)
     return {
         "metrics_port: cannot be bound": ("--metrics-port", str(port)),
-        "hints_port: cannot be bound": ("--hints-port", str(port), "--hints-token", f"{folder}/secret"),
+        "door_port: cannot be bound": ("--door-port", str(port), "--door-token", f"{folder}/secret"),
         "the path exists and is not a socket": ("--socket", f"{folder}/file"),
         "other users could replace it in its folder": ("--socket", f"{folder}/another's/s.sock"),
         "socket: cannot be bound: Not a directory": ("--socket", f"{folder}/file/below/s.sock"),

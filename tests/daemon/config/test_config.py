@@ -54,7 +54,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("staging = '" + "9" * 400 + "GiB'", {}, ["staging: should be 4KiB to 4TiB: staging="]),
         ('socket_group = "a\\u0000"', {}, ["socket_group: should have no zero byte"]),
         ('mooncake_config = "/a\\u0000"', {}, ["mooncake_config: should have no zero byte"]),
-        ('hints_token = "/a\\u0000"', {}, ["hints_token: should have no zero byte"]),
+        ('door_token = "/a\\u0000"', {}, ["door_token: should have no zero byte"]),
         ("max_engines = true", {}, ["max_engines", "number", "True"]),
         ("allow_uids = [true]", {}, ["allow_uids.0", "number", "True"]),
         ("log_level = 'loud'", {}, ["log_level", "'debug', 'info', 'warning' or 'error'", "'loud'"]),
@@ -86,6 +86,19 @@ def test_a_former_key_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     for key in ("spin_us", "device_owner"):
         assert f"the key {key} is gone, and ignored: the daemon" in said
+
+
+def test_a_renamed_key_has_its_value_for_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In each source, and as an option that no help shows; a value under the key's own name comes first."""
+    (file := tmp_path / "kvprefetchd.toml").write_text("hints_port = 7001\nhints_token = 'old'\ndoor_token = 'new'\n")
+    found = resolve(Sources({}, {"KVPREFETCHD_HINTS": "off"}, file))
+    assert (found.config.door, found.config.door_port, found.config.door_token) == ("off", 7001, Path("new"))
+    assert found.origin["door"] == "$KVPREFETCHD_HINTS"
+    assert "the key hints_port is door_port now" in capsys.readouterr().err
+    said = check_config("--hints", "off")
+    assert said.returncode == 0
+    assert 'door = "off"' in said.stdout
+    assert "hints is door now" in said.stderr
 
 
 def test_a_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvprefetch.client.door import Door
-from kvprefetch.daemon.config.model import hints_socket
+from kvprefetch.daemon.config.model import door_socket
 from kvprefetch.daemon.door import app as app_module
 from kvprefetch.daemon.door.__main__ import BODIES, CONNECTIONS, SLOW_S
 from kvprefetch.daemon.door.app import CALLER, MAX_BODY, MAX_WAIT_MS, WAITERS, App
@@ -68,7 +68,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> 
     daemon = serve()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(20)
-        sock.connect(str(hints_socket(daemon.socket)))
+        sock.connect(str(door_socket(daemon.socket)))
         head = f"POST /v1/kv_hints HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
         sock.sendall(head.encode())
         answer = b"".join(iter(lambda: sock.recv(4096), b""))
@@ -103,7 +103,7 @@ def test_bodies_of_any_kind_take_a_bounded_memory(serve: Serve, unit: str, count
     def post(_: int) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(60)
-            sock.connect(str(hints_socket(daemon.socket)))
+            sock.connect(str(door_socket(daemon.socket)))
             sock.sendall(head.encode() + body)
             return int(b"".join(iter(lambda: sock.recv(4096), b"")).split()[1])
 
@@ -132,7 +132,7 @@ def test_bodies_that_still_come_are_bounded_over_all_connections(serve: Serve) -
         answers = []
         for each in callers:
             each.settimeout(20)
-            each.connect(str(hints_socket(daemon.socket)))
+            each.connect(str(door_socket(daemon.socket)))
             with contextlib.suppress(ConnectionError):
                 each.sendall(head + part)
             assert kept() <= BODIES + MAX_BODY // 16
@@ -165,9 +165,9 @@ def test_a_check_ends_at_the_first_bad_item(field: str) -> None:
 def test_slow_and_silent_clients_keep_nobody_out(serve: Serve, tmp_path: Path) -> None:
     """On the Unix socket and on the port, which share a process."""
     (port,) = free_ports(1)
-    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(token_file(tmp_path))))
+    daemon = serve(extra=("--door-port", str(port), "--door-token", str(token_file(tmp_path))))
     engine, values = engine_with(daemon, "slow", 4)
-    places: dict[int, Any] = {socket.AF_UNIX: str(hints_socket(daemon.socket)), socket.AF_INET: ("127.0.0.1", port)}
+    places: dict[int, Any] = {socket.AF_UNIX: str(door_socket(daemon.socket)), socket.AF_INET: ("127.0.0.1", port)}
     clients = [socket.socket(family, socket.SOCK_STREAM) for family in places for _ in range(CONNECTIONS - 1)]
     clients += [socket.socket(family, socket.SOCK_STREAM) for family in places for _ in range(51)]
     try:
@@ -366,7 +366,7 @@ def test_no_bytes_end_the_process(serve: Serve) -> None:
             changed[at : at + choice.randrange(4)] = choice.randbytes(choice.randrange(4))
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(0.05)
-            sock.connect(str(hints_socket(daemon.socket)))
+            sock.connect(str(door_socket(daemon.socket)))
             sock.sendall(changed[: choice.randrange(len(changed))] if choice.random() < 0.3 else changed)
             sock.recv(4096)
     assert not daemon.records("door.failed")

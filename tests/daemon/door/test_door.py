@@ -21,7 +21,7 @@ import pytest
 import structlog
 
 from kvprefetch.client.door import Door
-from kvprefetch.daemon.config.model import DaemonConfig, hints_socket
+from kvprefetch.daemon.config.model import DaemonConfig, door_socket
 from kvprefetch.daemon.control.door import PAUSE_NS, DoorSockets
 from kvprefetch.daemon.door.envelope import MAX_ACTIONS, Answered, Bad
 from kvprefetch.daemon.door.link import DaemonConnection
@@ -46,7 +46,7 @@ TOKEN = "a token of sixteen bytes or more"
 
 
 def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
-    """Write the file that `hints_token` names."""
+    """Write the file that `door_token` names."""
     file = folder / "token"
     file.write_text(text)
     file.chmod(mode)
@@ -275,7 +275,7 @@ def test_a_process_that_dies_is_begun_again_and_dies_with_its_daemon(serve: Serv
 
 def test_without_a_place_for_its_socket_the_daemon_serves_on(serve: Serve, tmp_path: Path) -> None:
     control = tmp_path / "daemon.sock"
-    hints_socket(control).write_text("in the way")
+    door_socket(control).write_text("in the way")
     daemon = serve(socket=control)
     closed = daemon.wait_record("door.closed")
     assert closed is not None
@@ -286,7 +286,7 @@ def test_without_a_place_for_its_socket_the_daemon_serves_on(serve: Serve, tmp_p
 
 def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
     file, port = token_file(tmp_path, f"{TOKEN}\n"), free_ports(1)[0]
-    daemon = serve(extra=("--hints-port", str(port), "--hints-token", str(file)))
+    daemon = serve(extra=("--door-port", str(port), "--door-token", str(file)))
     engine, values = engine_with(daemon, "port", 3)
     body = json.dumps(message("m", {"block_hashes": [digest.hex() for digest in values]}))
 
@@ -311,9 +311,9 @@ def test_a_port_wants_the_token(serve: Serve, tmp_path: Path) -> None:
 def test_a_bad_token_file_ends_the_start(tmp_path: Path, mode: int, text: str, wrong: str) -> None:
     file = token_file(tmp_path, text, mode)
     for command in ("check-config", "serve"):
-        said = kvprefetchd(command, "--hints-port", free_ports(1)[0], "--hints-token", file)
+        said = kvprefetchd(command, "--door-port", free_ports(1)[0], "--door-token", file)
         assert said.returncode == 78
-        assert f"hints_token: should have {wrong}" in said.stderr or f"hints_token: {wrong}" in said.stderr
+        assert f"door_token: should have {wrong}" in said.stderr or f"door_token: {wrong}" in said.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -362,7 +362,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
     config = DaemonConfig.model_validate({"socket": str(tmp_path / "control.sock")})
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         door = DoorSockets(config, epoll, structlog.get_logger())
-        caller.connect(str(config.hints_socket))
+        caller.connect(str(config.door_socket))
         monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
         [(fd, _)] = epoll.poll(10)
         door.ready([fd], 1)

@@ -49,7 +49,7 @@ def test_what_was_saved_is_loaded_with_the_same_bytes(shared_daemon: Daemon, aud
     [
         ("metrics_port", "another one, or 0 for no metrics"),
         ("master_port", "another one, or none"),
-        ("hints_port", "another one, or 0 for none"),
+        ("door_port", "another one, or 0 for none"),
     ],
 )
 def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_what_to_do(
@@ -58,7 +58,7 @@ def test_a_port_that_is_taken_ends_the_start_with_a_line_that_says_which_and_wha
     token = token_file(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        extra = ("--metrics-port", "0", "--hints-token", str(token), f"--{key.replace('_', '-')}", str(port))
+        extra = ("--metrics-port", "0", "--door-token", str(token), f"--{key.replace('_', '-')}", str(port))
         with closing(Daemon(memory="16MiB", staging="1MiB", extra=extra)) as daemon:
             daemon.launch()
             assert daemon.wait_exit(60) == 69, "systemd tries again: it may be free then"

@@ -71,7 +71,7 @@ def test_the_memory_that_the_store_will_take_is_promised_to_no_engine(
     serve: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     """Until values are there: then the machine itself says that it is taken."""
-    daemon = serve(staging=ALL, memory="128MiB", extra=("--hints", "off"))
+    daemon = serve(staging=ALL, memory="128MiB", extra=("--door", "off"))
     assert promised(daemon, "first") == 128
     values = ctypes.create_string_buffer(64 * MIB)
     at = ctypes.addressof(values)

@@ -279,10 +279,10 @@ def test_a_thread_that_announces_after_the_end_rings_no_other_bell() -> None:
 def test_an_ordinary_user_s_daemon_fetches_also_at_a_higher_niceness() -> None:
     code = (
         "import select\n"
-        "from kvprefetch.daemon.work.calls import Call, Kind\n"
+        "from kvprefetch.daemon.work.calls import Call, CallKind\n"
         "from kvprefetch.daemon.work.pools import Pools\n"
         "pools = Pools(1)\n"
-        "pools.start(Call(Kind.FETCH_MEMORY, lambda: 7, print))\n"
+        "pools.start(Call(CallKind.FETCH_MEMORY, lambda: 7, print))\n"
         "assert select.select([pools.fd], [], [], 20)[0]\n"
         "pools.run_finished()"
     )
