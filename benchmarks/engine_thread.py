@@ -8,6 +8,8 @@ caches being as they are.
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import functools
 import inspect
 import json
@@ -18,17 +20,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks import arguments
-from benchmarks.full_queue import LMCACHE, Bench, Setting
-from benchmarks.machine import machine
+from benchmarks.bench.__main__ import PUBLISHED, WORK
+from benchmarks.bench.figures import Figure
+from benchmarks.bench.page import heading, row, spread
+from benchmarks.full_queue import Bench, Setting
+from benchmarks.machine import command, machine
 from tests.lab.checkpoint import PEERS, make_checkpoint
 from tests.lab.interference import Interference, cpu_s
 from tests.lab.passes import percentile
-from tests.lab.process import exit_on_sigterm
+from tests.lab.process import REPO, exit_on_sigterm
 
-VARIANTS = ("ours", "upstream-async")
+VARIANTS = ("kvprefetch", "upstream-async")
+NAME = "engine-thread.json"
 FLOOR = "a function that does nothing"
 ASK = "get_num_new_matched_tokens"
 
@@ -163,10 +169,10 @@ def measure(bench: Bench, variants: list[str], rounds: int, say: Callable[[str],
                 f"{result.steps} steps in {result.total_s:.2f} s, CPU of the daemon {_daemon_s(bench) - before:.2f} s, "
                 f"others {each.others_cores[-1]:.2f} cores"
             )
-    if "ours" in variants:
-        engine, ours = bench.engines["ours"], figures["ours"]
+    if "kvprefetch" in variants:
+        engine, ours = bench.engines["kvprefetch"], figures["kvprefetch"]
         engine.call("benchmarks.engine_thread:count")
-        bench.serve("ours")
+        bench.serve("kvprefetch")
         ours.pushes, ours.bells = engine.call("benchmarks.engine_thread:take_counts")
         ours.floor = engine.call("benchmarks.engine_thread:take_spent")[FLOOR]
     return figures
@@ -176,65 +182,80 @@ def _daemon_s(bench: Bench) -> float:
     return 0.0 if bench.daemon is None else cpu_s([bench.daemon.pid])
 
 
-def table(variant: str, figures: Figures) -> list[str]:
-    """Lines: per hook how often a request calls it, a call's time, and its share of a request.
+def summary(figures: Figures) -> dict[str, Any]:
+    """What the result keeps of a variant; microseconds. `hooks`: calls a request, a call's median, and its 99 %."""
+    hooks = {}
+    for name, calls in figures.spent.items():
+        micros = [ns / 1e3 for ns in calls]
+        found = len(calls) / figures.requests, statistics.median(micros), percentile(micros, 0.99)
+        hooks[name] = [round(each, 2) for each in found]
+    return {
+        "requests": figures.requests,
+        "steps": statistics.median(figures.steps),
+        "passes_us": [round(each, 1) for each in figures.per_request_us],
+        "hooks": hooks,
+        "floor_us": round(statistics.median(figures.floor) / 1e3, 2) if figures.floor else None,
+        "pushes": figures.pushes,
+        "bells": figures.bells,
+        "others_cores": [round(each, 2) for each in figures.others_cores],
+    }
+
+
+def table(result: Mapping[str, Any], day: str) -> list[str]:
+    """A row for each hook that takes a request more than 1 us: a call's median, and calls a request in brackets.
 
     Means contain moments in which another program had the core, and looks at flags about to change; medians do not.
     """
-    lines = [
-        f"| {variant} | calls a request | median, us | p99, us | calls x median, us | us a request |",
-        "| --- | --- | --- | --- | --- | --- |",
+    ran: dict[str, Any] = result["variants"]
+    typical = {name: {hook: each[0] * each[1] for hook, each in one["hooks"].items()} for name, one in ran.items()}
+    most = {hook: max(each.get(hook, 0.0) for each in typical.values()) for some in typical.values() for hook in some}
+    lines = heading("hook", *ran)
+    for hook in sorted(most, key=lambda each: -most[each]):
+        if most[hook] >= 1:
+            cells = (each["hooks"].get(hook) for each in ran.values())
+            lines.append(
+                row(f"`{hook}`", *("" if each is None else f"{each[1]:.1f} ({each[0]:.1f})" for each in cells))
+            )
+    lines.append(row("all, calls × median", *(f"{sum(each.values()):.0f}" for each in typical.values())))
+    passes = (Figure.of(each["passes_us"]) for each in ran.values())
+    lines.append(row("all, median of passes", *(spread(each) for each in passes)))
+    versions, disturbed = result["machine"]["versions"], max(max(each["others_cores"]) for each in ran.values())
+    return [
+        *lines,
+        "",
+        f"[Raw](benchmarks/{day}/{NAME}), {versions['kvprefetch']}; other programs used up to {disturbed:.1f} cores.",
     ]
-    typical = 0.0
-    for name, calls in sorted(figures.spent.items(), key=lambda each: -sum(each[1])):
-        micros = [ns / 1e3 for ns in calls]
-        often, middle = len(calls) / figures.requests, statistics.median(micros)
-        typical += often * middle
-        lines.append(
-            f"| {name} | {often:.2f} | {middle:.1f} | {percentile(micros, 0.99):.1f} "
-            f"| {often * middle:.1f} | {sum(micros) / figures.requests:.1f} |"
-        )
-    passes = figures.per_request_us
-    calls_all = sum(map(len, figures.spent.values())) / figures.requests
-    lines.append(
-        f"| all hooks, median of passes (min-max) | {calls_all:.1f} | | | {typical:.1f} "
-        f"| {statistics.median(passes):.1f} ({min(passes):.1f}-{max(passes):.1f}) |"
-    )
-    if figures.floor:
-        middle = statistics.median(figures.floor) / 1e3
-        lines.append(f"| {FLOOR}, so often | {calls_all:.1f} | {middle:.1f} | | {calls_all * middle:.1f} | |")
-    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.parser("engine_thread", __doc__, VARIANTS + LMCACHE, rounds=4)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_thread", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4, help="measured, after the warm-up (default %(default)s)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=WORK, help="folder of the JSON (default build/bench)")
+    parser.add_argument("--publish", action="store_true", help=f"also write to {PUBLISHED.relative_to(REPO)}/DATE")
     options = parser.parse_args(argv)
+    variants = options.variants.split(",")
+    if options.rounds < 1 or not set(VARIANTS).issuperset(variants):
+        parser.error(f"a round or more of {','.join(VARIANTS)}")
     exit_on_sigterm()
-    variants = arguments.variants_of(parser, options, VARIANTS, LMCACHE)
 
     def say(line: str) -> None:
         print(line, flush=True)
 
-    setting, ran_on = Setting(), machine()
-    say(f"machine: {json.dumps(ran_on)}")
-    say(f"setting: {json.dumps(asdict(setting))}")
-    if options.lmcache_python is None:
-        say("LMCache is not installed: give --lmcache-python to have it beside (docs/BENCHMARKS.md)")
-    bench = Bench(setting, make_checkpoint(options.work / "checkpoints", PEERS), say, options.lmcache_python)
+    begun = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    setting = Setting()
+    result: dict[str, Any] = {"begun": begun, "machine": machine()}
+    result["command"] = command("benchmarks.engine_thread", sys.argv[1:] if argv is None else argv)
+    bench = Bench(setting, make_checkpoint(REPO / "build" / "checkpoints", PEERS), say)
     with bench.started(variants):
         figures = measure(bench, variants, options.rounds, say)
-    for variant, each in figures.items():
-        say("")
-        for line in table(variant, each):
-            say(line)
-        say(f"{statistics.median(each.steps) / setting.prompts:.1f} steps a request")
-        if each.pushes:
-            say(f"{each.bells} bells in {each.pushes} pushes: one in {each.pushes / max(1, each.bells):.0f}")
-    if options.json is not None:
-        report = {"machine": ran_on, "setting": asdict(setting), "limited_link": bench.link is not None}
-        report["variants"] = {name: asdict(each) for name, each in figures.items()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    result |= {"setting": asdict(setting), "limited_link": bench.link is not None}
+    result["variants"] = {name: summary(each) for name, each in figures.items()}
+    say("\n".join(table(result, begun[:10])))
+    for folder in [options.out, *([PUBLISHED / begun[:10]] if options.publish else [])]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / NAME).write_text(json.dumps(result, indent=1) + "\n")
+        say(f"written: {folder / NAME}")
     return 0
 
 

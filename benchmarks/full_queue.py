@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab import connectors, lmcache
+from tests.lab import connectors
 from tests.lab.checkpoint import PEERS
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec, KVTransfer
 from tests.lab.link import LimitedLink, available
-from tests.lab.lmcache import LMCache
 from tests.lab.passes import Pass
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 
-# Only with an interpreter that has LMCache.
-LMCACHE = ("lmcache", "lmcache-eager")
 FILLER = "upstream-async"  # fills the store: what ours loads is then also what another wrote
 
 
@@ -61,22 +58,19 @@ class Setting:
 class Bench:
     """The parts that are alive during one start."""
 
-    def __init__(
-        self, setting: Setting, model: Path, say: Callable[[str], None], lmcache_python: Path | None = None
-    ) -> None:
+    def __init__(self, setting: Setting, model: Path, say: Callable[[str], None]) -> None:
         self.setting = setting
         self.model = model
         self.say = say
         self.prompts = make_prompts(setting.prompts, setting.prompt_tokens, vocab=PEERS.vocab)
         self.engines: dict[str, Engine] = {}
-        self.lmcache_python = lmcache_python
         self.link: LimitedLink | None = None
         self.daemon: Daemon | None = None
 
-    def spec(self, variant: str, store: Store, transfer: KVTransfer) -> EngineSpec:
+    def spec(self, store: Store, transfer: KVTransfer) -> EngineSpec:
         """The engine of a variant: all alike but for the connector."""
         setting = self.setting
-        spec = EngineSpec(
+        return EngineSpec(
             model=self.model,
             dtype=PEERS.dtype,
             block_size=setting.block_size,
@@ -87,7 +81,6 @@ class Bench:
             mooncake_config=store.config,
             host_ip=store.host_ip,
         )
-        return spec if variant not in LMCACHE or self.lmcache_python is None else spec.but(python=self.lmcache_python)
 
     @contextlib.contextmanager
     def started(self, variants: list[str]) -> Iterator[None]:
@@ -96,22 +89,14 @@ class Bench:
             self.link = self._limited_link(stack)
             store = stack.enter_context(Store(link=self.link))
             transfers = {FILLER: connectors.upstream(lookup_async=True)}
-            if "ours" in variants:
+            if "kvprefetch" in variants:
                 daemon = Daemon(mooncake_config=store.config, staging=self.setting.staging)
                 self.daemon = stack.enter_context(daemon)
-                transfers["ours"] = connectors.ours(daemon.socket, wait_policy="adaptive", key_format="vllm")
-            server = None
-            if self.lmcache_python is not None and not set(LMCACHE).isdisjoint(variants):
-                server = stack.enter_context(LMCache(self.lmcache_python, link=self.link))
-                transfers |= {variant: server.connector(eager=variant == "lmcache-eager") for variant in LMCACHE}
+                transfers["kvprefetch"] = connectors.ours(daemon.socket, wait_policy="adaptive", key_format="vllm")
             for variant in dict.fromkeys([*variants, FILLER]):
                 self.say(f"starting the engine: {variant}")
-                self.engines[variant] = stack.enter_context(Engine(self.spec(variant, store, transfers[variant])))
-            self._fill(FILLER, store.wait_keys, self.setting.hit_tokens // self.setting.block_size)
-            if server is not None:
-                filler = next(each for each in variants if each in LMCACHE)
-                self._fill(filler, server.wait_objects, self.setting.hit_tokens // lmcache.CHUNK_TOKENS)
-                server.empty_memory()
+                self.engines[variant] = stack.enter_context(Engine(self.spec(store, transfers[variant])))
+            self._fill(store)
             yield
 
     def _limited_link(self, stack: contextlib.ExitStack) -> LimitedLink | None:
@@ -121,12 +106,11 @@ class Bench:
             return None
         return stack.enter_context(LimitedLink(rate_mbit=self.setting.link_mbit))
 
-    def _fill(self, filler: str, wait: Callable[[int], int], values_per_prompt: int) -> None:
-        """One prompt after the other: computed in a batch of their own, all stores hold the same bytes of them."""
-        self.say(f"filling the store with {self.setting.prompts} prompts, by {filler}")
-        self.engines[filler].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=600)
-        expected = self.setting.prompts * values_per_prompt
-        stored = wait(expected)
+    def _fill(self, store: Store) -> None:
+        self.say(f"filling the store with {self.setting.prompts} prompts, by {FILLER}")
+        self.engines[FILLER].run(self.prompts, max_tokens=1, concurrency=1, timeout_s=600)
+        expected = self.setting.prompts * self.setting.hit_tokens // self.setting.block_size
+        stored = store.wait_keys(expected)
         if stored != expected:
             self.say(f"WARNING: the store holds {stored} values instead of {expected}")
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import engine_thread
 from benchmarks.bench import page, plots
 from benchmarks.bench.pieces import PIECES
 from benchmarks.serve.trace import QUESTIONS
@@ -21,6 +22,7 @@ README = REPO / "README.md"
 PUBLISHED = REPO / "docs" / "benchmarks"
 SITE = REPO / "mkdocs.yml"
 BEGIN, END = "<!-- begin: python -m benchmarks.report -->", "<!-- end -->"
+THREAD = "<!-- begin: python -m benchmarks.report, thread -->"
 PACED = "<!-- begin: python -m benchmarks.report, paced -->"
 
 
@@ -29,8 +31,9 @@ def published(folder: Path) -> dict[str, list[dict[str, Any]]]:
     order = {name: at for at, name in enumerate([*SERVED, *PIECES])}
     found = {}
     for day in sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else ():
-        results = [json.loads(path.read_text()) for path in sorted(day.glob("*.json"))]
-        found[day.name] = sorted(results, key=lambda each: order.get(each["piece"], len(order)))
+        paths = [path for path in sorted(day.glob("*.json")) if path.name != engine_thread.NAME]
+        if results := [json.loads(path.read_text()) for path in paths]:
+            found[day.name] = sorted(results, key=lambda each: order.get(each["piece"], len(order)))
     return found
 
 
@@ -46,6 +49,13 @@ def paced(days: dict[str, list[dict[str, Any]]]) -> str:
     results = [each for each in newest(days) if each[1]["piece"] in SERVED]
     lines = served_page.overview(results) if results else ["No run of `make bench-served` has been published yet."]
     return "\n".join([*lines, ""])
+
+
+def thread(folder: Path = PUBLISHED) -> str:
+    """The part of docs/BENCHMARKS.md about the engine's thread."""
+    if not (found := sorted(folder.glob(f"*/{engine_thread.NAME}"))):
+        return "No run of `make bench-engine-thread` has been published yet.\n"
+    return "\n".join([*engine_thread.table(json.loads(found[-1].read_text()), found[-1].parent.name), ""])
 
 
 def front(days: dict[str, list[dict[str, Any]]]) -> str:
@@ -99,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         (PUBLISHED / day / "README.md").write_text(details(results, day))
         for result in results:
             plots.draw(plots.drawing(result), PUBLISHED / day / f"{result['piece']}.svg")
-    PAGE.write_text(replaced(replaced(PAGE.read_text(), generated(days)), paced(days), PACED))
+    text = replaced(replaced(PAGE.read_text(), generated(days)), paced(days), PACED)
+    PAGE.write_text(replaced(text, thread(), THREAD))
     README.write_text(replaced(README.read_text(), front(days)))
     SITE.write_text(navigation(SITE.read_text()))
     print(f"{PAGE.relative_to(REPO)}: {len(newest(days))} pieces of {len(days)} days")

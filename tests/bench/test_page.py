@@ -62,6 +62,7 @@ def test_the_page_is_what_the_published_results_say() -> None:
     for page_, part, begin in (
         (report.PAGE, report.generated(DAYS), report.BEGIN),
         (report.PAGE, report.paced(DAYS), report.PACED),
+        (report.PAGE, report.thread(), report.THREAD),
         (report.README, report.front(DAYS), report.BEGIN),
     ):
         text = page_.read_text()
@@ -115,6 +116,27 @@ def test_each_piece_s_newest_result_is_on_the_page(tmp_path: Path) -> None:
     assert re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE) == ["hide", "pool", "agents"]
     assert "benchmarks/2026-01-02/README.md#pool" in text
     assert "benchmarks/2026-01-01/README.md#pool" not in text
+
+
+def test_the_hooks_of_a_request_are_a_table(tmp_path: Path) -> None:
+    """The newest run; a hook that takes less than a microsecond a request is left out."""
+    assert "No run" in report.thread(tmp_path)
+    variants: dict[str, dict[str, Any]] = {
+        "kvprefetch": {"hooks": {"a": [1, 20.0, 30.0], "b": [4, 1.5, 2.0], "c": [1, 0.5, 1.0]}, "passes_us": [30, 40]},
+        "upstream-async": {"hooks": {"b": [2, 3.0, 4.0]}, "passes_us": [8, 8]},
+    }
+    some: dict[str, Any] = {"machine": {"versions": {"kvprefetch": "1"}}}
+    some["variants"] = {name: {**each, "others_cores": [0.12]} for name, each in variants.items()}
+    for day in ("2026-01-01", "2026-01-02"):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "engine-thread.json").write_text(json.dumps(some))
+    assert report.published(tmp_path) == {}
+    assert report.thread(tmp_path).splitlines() == [
+        *("| hook | kvprefetch | upstream-async |", "| --- | --- | --- |"),
+        *("| `a` | 20.0 (1.0) |  |", "| `b` | 1.5 (4.0) | 3.0 (2.0) |", "| all, calls × median | 26 | 6 |"),
+        "| all, median of passes | 35 (30–40) | 8 |",
+        *("", "[Raw](benchmarks/2026-01-02/engine-thread.json), 1; other programs used up to 0.1 cores."),
+    ]
 
 
 def test_another_figure_is_another_digest() -> None:
