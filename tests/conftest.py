@@ -74,6 +74,9 @@ def pytest_make_collect_report(
 def lacks(failure: str) -> str:
     """Return the reason to skip what failed so for want of a package that `make setup` installs; empty for others."""
     absent = re.search(r"^(?:E +)?ModuleNotFoundError: No module named '(\w+)", failure, re.MULTILINE)
+    absent = absent or re.search(
+        r"^(?:E +)?kvprefetchd: store: (mooncake)_master is not installed", failure, re.MULTILINE
+    )
     if absent and absent[1] in FROM_SETUP and find_spec(absent[1]) is None:
         return f"Skipped: {absent[1]} is not installed (make setup)"
     return ""

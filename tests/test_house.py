@@ -144,9 +144,14 @@ def test_tests_that_need_what_is_not_installed_are_skipped_when_they_are_run_alo
         "lab/test_lab.py",
         "daemon/telemetry/test_status_page.py",
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in alone)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        file = Path(folder) / "test_without_its_mark.py"
+        file.write_text("from tests.lab.daemon import Daemon\n\ndef test_it():\n    with Daemon():\n        pass\n")
+        for files in (("-p", "tests.conftest", str(file)), [f"tests/{each}" for each in alone]):
+            done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=250)
+            assert done.returncode == 0, done.stdout
 
 
 def test_lines_that_tests_reach_are_counted_in_ci_alone() -> None:

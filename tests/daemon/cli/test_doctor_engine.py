@@ -142,6 +142,7 @@ def test_the_daemon_behind_the_connector_s_socket_answers(serve: Callable[..., D
         assert refused.startswith("bad uid=65534 may not attach")
 
 
+@pytest.mark.store
 def test_the_socket_is_that_of_the_environment_and_no_daemon_there_is_bad(tmp_path: Path) -> None:
     """As for all other commands: engine, daemon and commands meet where one variable says."""
     path = str(tmp_path / "none.sock")

@@ -94,6 +94,7 @@ def test_an_answer_that_is_no_list_is_one_short_line(
         assert line.isprintable()
 
 
+@pytest.mark.store
 @pytest.mark.parametrize(
     "answer",
     [

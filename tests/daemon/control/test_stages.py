@@ -126,6 +126,7 @@ def test_each_stage_has_a_deadline_of_its_own() -> None:
         sock.close()
 
 
+@pytest.mark.store
 def test_status_names_an_engine_that_is_not_attached_and_what_it_waits_for() -> None:
     with Daemon(staging="1MiB", memory="64MiB") as daemon:
         engine = FakeEngine(daemon.socket, engine_id="half", ranks=2, attach=False)
