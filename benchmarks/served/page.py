@@ -104,13 +104,8 @@ def front(results: Sequence[Result]) -> list[str]:
     if not rows:
         return []
     last = ("kvprefetch / local (95 %)", "/ vLLM's connector (95 %)")
-    return [
-        *heading("mean time to first token, ms", "load", PROPORTIONS, *README_VARIANTS.values(), *last),
-        *rows,
-        "",
-        "Real engines, store and link on two cores; the device's steps take a modelled time (`make bench-served`). "
-        "Load: of what the engine can serve with all KV local.",
-    ]
+    first = ("mean time to first token, ms; steps take a modelled time", "share of capacity with all KV local")
+    return [*heading(*first, PROPORTIONS, *README_VARIANTS.values(), *last), *rows]
 
 
 def _points(result: Result) -> Iterator[tuple[Mapping[str, Any], Figures]]:
