@@ -83,7 +83,7 @@ class Adapters:
         return cls(
             geometry.world_size,
             sure=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
-            late=len(geometry.groups) > 1,
+            late=not geometry.takes_back_loads,
             towers=lora is not None and lora.enable_tower_connector_lora,
         )
 

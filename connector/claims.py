@@ -22,6 +22,7 @@ from .epoch import SchedulerEpoch
 from .geometry import Geometry
 from .hints import EXPIRED, HINTED, READY, Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
+from .reported import Reported
 from .request_hints import RequestHints
 from .request_state import Claim, RequestState
 from .saves import Saves
@@ -80,7 +81,7 @@ class Claims:
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
         # Of several groups vLLM takes back a load that failed only where it waits for it.
         self._load_mode = config.load_mode if len(geometry.groups) == 1 else "async"
-        self._adapter_load_mode = "sync" if len(geometry.groups) == 1 else "async"
+        self._adapter_load_mode = "sync" if geometry.takes_back_loads else "async"
         self._in_part, groups = geometry.groups.partial, geometry.groups
         # Groups.names, .digests and .blocks in numbers: on the engine's thread each call of a function takes 3 us.
         self._names, self.hash_tokens, self.proof_tokens = groups.names(1), groups.hash_tokens, groups.proof_tokens
@@ -91,6 +92,7 @@ class Claims:
         self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
         self.this_pass = Pass()
         self.slack: Slack
+        self.reported: Reported
 
     def usable_blocks(self, request: Any, tokens: int) -> int:
         """Full blocks of a request of so many tokens that leave its last ones to compute. `arrived` does the same."""
@@ -359,8 +361,10 @@ class Claims:
                 slots += entries[span.start - first : span.stop - first]
         # With an adapter in the step that computes with it, and so has just read it if it was not loaded.
         count, mode = stop - visit.start, self._load_mode if state.names is None else self._adapter_load_mode
-        asynchronous = mode == "async" or (
-            mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load)
+        asynchronous = (
+            mode == "async"
+            or not self.reported.all
+            or (mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load))
         )
         if (spared_ns := self._policy.cost_ns(count, 0.0)) < math.inf:
             handle.spared_ns = int(spared_ns)

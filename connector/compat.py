@@ -123,6 +123,12 @@ def engine_core() -> Any | None:
     return found if callable(getattr(found, "preprocess_add_request", None)) else None
 
 
+def scheduler_sides(connector: Any) -> list[Any]:
+    """Return the scheduler sides of our connectors in a scheduler's, which may be vLLM's MultiConnector, or None."""
+    found = (getattr(each, "scheduler_side", None) for each in getattr(connector, "_connectors", (connector,)))
+    return [side for side in found if side is not None]
+
+
 def hands_over_early() -> bool:
     """Whether the installed vLLM has `engine_core`'s method, without an import."""
     spec = find_spec("vllm")

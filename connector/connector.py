@@ -37,6 +37,7 @@ from .link import Link
 from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .prefix_cache import PrefixCache
+from .reported import install as watch_calls
 from .scheduler import SchedulerSide
 from .starter import Starter
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
@@ -105,6 +106,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side = side
             self.link = link
             link.start()
+            side.reported.watched = watch_calls()
             if side.early.allowed and not early.install():
                 log.warning("kvprefetch: %s", compat.NOT_EARLY)
         else:

@@ -111,9 +111,8 @@ class EarlyHints:
 
 def hand_over(connector: Any, request: Any) -> None:
     """Hint at this request, for each of our connectors: `connector` may be vLLM's MultiConnector."""
-    for each in getattr(connector, "_connectors", (connector,)):
-        if (side := getattr(each, "scheduler_side", None)) is not None:
-            side.early.hint(request)
+    for side in compat.scheduler_sides(connector):
+        side.early.hint(request)
 
 
 def install() -> bool:

@@ -33,9 +33,16 @@ class Geometry:
     spec_kinds: tuple[tuple[str, int | None], ...]
     # Data-parallel ranks of a mixture of experts step together: each waits for whatever another does between steps.
     lockstep: bool
+    # A step is scheduled while another one runs.
+    overlapping: bool = False
     # Its scheduler is a step ahead of the device, by asynchronous scheduling.
     ahead: bool = False
     retention: int | None = None
+
+    @property
+    def takes_back_loads(self) -> bool:
+        """Whether vLLM takes back a synchronous load that failed; an asynchronous one it always does."""
+        return len(self.groups) == 1 and not self.overlapping
 
     @cached_property
     def block_tokens(self) -> int:
@@ -47,6 +54,8 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     transfer, rules = vllm_config.kv_transfer_config, rules_of(vllm_config, kv_cache_config)
+    ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
     return Geometry(
         groups=rules,
         world_size=vllm_config.parallel_config.world_size,
@@ -62,8 +71,8 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
         ),
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
-        ahead=bool(vllm_config.scheduler_config.async_scheduling)
-        and vllm_config.parallel_config.pipeline_parallel_size == 1,
+        overlapping=ahead or stages > 1,
+        ahead=ahead and stages == 1,
         retention=kv_cache_config.prefix_cache_retention_interval,
     )
 

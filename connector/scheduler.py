@@ -34,6 +34,7 @@ from .link import Link
 from .loads import Loads, not_given
 from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from .policy import WaitPolicy
+from .reported import Reported
 from .request_hints import NO_HINTS
 from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
 from .resets import News, Resets
@@ -87,6 +88,7 @@ class SchedulerSide:
         self.slack = self.claims.slack = Slack(
             self.steps, self.requests, self.running, allowed=geometry.ahead and not geometry.lockstep
         )
+        self.reported = self.claims.reported = Reported(self.steps, overlapping=geometry.overlapping)
         early = geometry.loads and config.hint_on_arrival
         self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns, allowed=early)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
@@ -279,7 +281,9 @@ class SchedulerSide:
     def take_loads(self, output: Any) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
         weights = self.resets.step._replace(computes=bool(output.num_scheduled_tokens))
-        return KVPrefetchMetadata(self.loads.take_orders(), live_epochs=self.live_epochs(), weights=weights)
+        if (orders := self.loads.take_orders()) or weights.computes:
+            self.reported.begins()
+        return KVPrefetchMetadata(orders, live_epochs=self.live_epochs(), weights=weights)
 
     def live_epochs(self) -> tuple[int, ...]:
         """The epochs that load orders name, or may name from now on.

@@ -24,6 +24,8 @@ _ALSO, _READS = {"load_model"}, ("check", "compute", "get", "init", "is", "shutd
 
 log = logging.getLogger("vllm.kvprefetch.worker")
 
+calls = 0  # begins and ends of updates in this process, which may be the scheduler side's, too
+
 
 def of_worker(worker: Any, *, eplb: bool) -> Updates:
     """Watch a worker of vLLM, None where it was not found. `eplb`: its experts change places by themselves."""
@@ -75,15 +77,19 @@ class Updates:
         def call(*args: Any, **options: Any) -> Any:
             if not self._last:  # to be compared with the digest after it
                 self._last = self._digest()
-            self.updates += 1
+            self._counts()
             self._updating += 1
             try:
                 return method(*args, **options)
             finally:
                 self._updating -= 1
-                self.updates += 1
+                self._counts()
 
         return call
+
+    def _counts(self) -> None:
+        global calls
+        self.updates, calls = self.updates + 1, calls + 1
 
     def step_begins(self, step: OfReset, *, loads: bool) -> None:
         """A step begins; `loads`: it fills blocks with stored KV."""

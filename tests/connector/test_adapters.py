@@ -221,6 +221,14 @@ def test_several_groups_load_beside_and_never_where_each_step_reads_the_adapter(
     assert arrived(engine, "in place", lora_request=LoRARequest("sql", 1, SQL.path, load_inplace=True)) == []
 
 
+def test_where_steps_overlap_a_load_ends_before_the_step_that_computes_with_the_adapter() -> None:
+    """vLLM goes on with what a failed one left unfilled."""
+    engine = Engine(load_mode="sync", overlapping=True, late=True)
+    engine.read(SQL, "a")
+    request = engine.add("r", 3 * BLOCK + 1, staged=3, **HASHED)
+    assert engine.match(request) == (3 * BLOCK, True)
+
+
 def test_nothing_is_shared_where_a_load_that_fails_would_fail_its_request() -> None:
     adapters = Adapters(1, sure=False)
     adapters.read(reads_of(SQL, "a").adapters)

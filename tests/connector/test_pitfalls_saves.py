@@ -15,6 +15,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.prefix_cache import PrefixCache
+from kvprefetch.connector.reported import Reported
 from kvprefetch.connector.request_state import RequestState
 from kvprefetch.connector.saves import Saves
 from kvprefetch.connector.scheduler import SchedulerSide
@@ -181,6 +182,15 @@ def test_p30_a_step_whose_end_is_not_told_is_saved_before_the_next(make: Make, m
     )
 
 
+def started(make: Make, **options: Any) -> RealEngine:
+    """An engine whose ranks have reported with a first step: loads may be synchronous."""
+    engine = make(**options)
+    engine.add("before", 1, out=1)
+    engine.run()
+    engine.tokens.clear()
+    return engine
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("loader", ["ours", "another connector's"])
 def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
@@ -192,7 +202,9 @@ def test_p31_what_was_computed_on_a_failed_load_is_not_stored(
         raise OSError("planted")
 
     def check() -> None:
-        engine = make(multi=True, load_mode="sync", in_flight=in_flight, save_decode_cache=True, credits=range(32, 64))
+        engine = started(
+            make, multi=True, load_mode="sync", in_flight=in_flight, save_decode_cache=True, credits=range(32, 64)
+        )
         prompt = list(range(100, 100 + 4 * BLOCK))
         engine.add("first", [*prompt, 7], out=BLOCK)
         engine.add("sharing", [*prompt[: 3 * BLOCK], *range(500, 500 + BLOCK + 1)], out=BLOCK)
@@ -223,7 +235,7 @@ def test_p31_no_later_request_finds_a_block_that_a_failed_load_left_unfilled(
     """vLLM has it, and what was computed on it, under their names, also where the request ends before it fills them."""
 
     def check() -> None:
-        engine = make(load_mode="sync", in_flight=in_flight, credits=range(32, 64))
+        engine = started(make, load_mode="sync", in_flight=in_flight, credits=range(32, 64))
         first = engine.hinted("first", 5 * BLOCK + 1, 3)
         engine.workers[0].worker_side.link.epochs.clear()
         engine.schedule()
@@ -251,7 +263,7 @@ def test_p31_what_was_computed_on_an_unfilled_block_is_not_found_where_the_reque
 
     def check() -> None:
         options = {"in_flight": in_flight, "asynchronous": end != "preempted", "blocks": 8, "wait_timeout_ms": 0}
-        engine = make(load_mode="sync", credits=range(32, 64), **options)
+        engine = started(make, load_mode="sync", credits=range(32, 64), **options)
         other = engine.add("other", BLOCK - 2, out=9)
         while other.num_computed_tokens < BLOCK - 1:
             engine.step()
@@ -278,6 +290,40 @@ def test_p31_what_was_computed_on_an_unfilled_block_is_not_found_where_the_reque
 
     forget = PrefixCache.forget
     fails_with(check, monkeypatch, PrefixCache, "forget", lambda self, failed, admitted: forget(self, failed, ()))
+
+
+class Weights:
+    def update_weights(self) -> None: ...
+
+
+@pytest.mark.parametrize("in_flight", [2, 3])
+def test_p40_no_token_of_a_step_behind_a_failed_load_is_given_out(
+    make: Make, monkeypatch: Patch, in_flight: int
+) -> None:
+    """Weights that were updated since the last step make the next load fail, and steps behind it are under way."""
+
+    def check() -> None:
+        engine = started(make, load_mode="sync", in_flight=in_flight)
+        for number, updated in enumerate([False, True]):
+            name, weights = f"r{number}", Weights()
+            engine.workers[0].worker_side.updates.watch(weights, ["update_weights"])
+            engine.add(name, 5 * BLOCK)
+            engine.stage(name, 2)
+            if updated:
+                weights.update_weights()
+            for _ in range(in_flight):
+                engine.schedule()
+            assert len(engine.orders()) == number + 1
+            while engine.flight:
+                engine.process()
+            assert engine.orders()[-1].asynchronous is updated
+            assert engine.side.counters["failed_loads"] == updated
+            assert not updated or engine.tokens[name] == []
+            engine.run()
+            assert len(engine.tokens[name]) == 3
+        assert engine.left() == []
+
+    fails_with(check, monkeypatch, Reported, "all", True)
 
 
 @pytest.mark.parametrize(("in_flight", "second_runner"), [(1, True), (3, False)])

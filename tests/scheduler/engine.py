@@ -233,7 +233,7 @@ class Engine:
 
     def _update(self) -> None:
         self.workers.update_weights()
-        self._stale = True
+        self._stale |= self.counts["steps"] > 0
         for sent in self.requests.values():
             # A session may go on for a while after its last chunk.
             sent.comparable = sent.comparable and sent.ended and sent.name not in self.scheduler.requests

@@ -10,8 +10,10 @@ import pytest
 
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
 from kvprefetch.connector.request_state import Claim, RequestState
-from tests.scheduler.schedules import explore
-from tests.scheduler.shape import Site
+from tests.scheduler.engine import Engine
+from tests.scheduler.schedules import STORED_S, Add, explore, play, run, truth_of
+from tests.scheduler.shape import Shape, Site
+from tests.scheduler.verdict import finish
 
 QUEUES = {"Scheduler": 1, "AsyncScheduler, one in flight": 2, "AsyncScheduler, two in flight": 3}
 COVERED = (
@@ -41,6 +43,23 @@ def test_random_schedules(site: Site, queue: int) -> None:
     print(total)
     for what in COVERED:
         assert total[what] > 0, f"no example had any {what}: {total}"
+
+
+@pytest.mark.parametrize("queue", [2, 3])
+def test_stored_kv_of_weights_that_were_updated_since_the_start_changes_no_token(site: Site, queue: int) -> None:
+    """The scheduler side hears of the update with the step that would load; the step behind it is under way by then."""
+    shape = Shape(queue=queue, load_mode="sync")
+    first = Engine(shape, site, truth_of(shape))
+    play(first, [Add(0, 36, 1, 1), run(60)])
+    first.settle(STORED_S)
+    finish(first)
+    later = Engine(shape, site, truth_of(shape), prefix=first.prefix)
+    later.update_weights()
+    play(later, [Add(0, 36, 1, 8)])
+    later.settle(STORED_S)
+    finish(later)
+    assert later.counts["failed_loads"] == 1
+    assert later.counts["compared"] > 0
 
 
 @pytest.mark.stress
