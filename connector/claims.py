@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
 
 from ..shmring.flags import Flag
 from ..shmring.wire.records import NO_SESSION, NO_TRACE, PROTOCOL, Outcome, RecordKind, session_digest
@@ -24,10 +25,9 @@ from .hints import EXPIRED, HINTED, READY, Handle
 from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
 from .reported import Reported
 from .request_hints import RequestHints
-from .request_state import Claim, RequestState
+from .request_state import UNSENT, Claim, Pass, RequestState
 from .saves import Saves
 from .slack import Slack
-from .waits import Clock
 
 # Hints per admission after the one at arrival: for one that a reset voided, or whose daemon was replaced.
 MAX_ON_DEMAND_HINTS = 3
@@ -50,17 +50,16 @@ _WARN_EVERY_NS = 1_000_000_000
 log = logging.getLogger("vllm.kvprefetch.scheduler")
 
 
-@dataclass(slots=True)
-class Pass:
-    """What belongs to one pass of the scheduler over its queue.
+class Clock(Protocol):
+    """CLOCK_MONOTONIC, and the sleep between two looks of an idle engine."""
 
-    `kept_places`: the last free ones, for requests before that are being looked up.  `looked_ns`: time spent looking at
-    flags.  `waits`: a request waits whose wait is judged.
-    """
+    def now_ns(self) -> int: ...
+    def pause(self) -> None: ...
 
-    kept_places: int = 0
-    looked_ns: int = 0
-    waits: bool = False
+
+class SystemClock:
+    now_ns = staticmethod(time.monotonic_ns)
+    pause = staticmethod(partial(time.sleep, 50e-6))  # the kernel makes it about twice as long
 
 
 class Claims:
@@ -89,7 +88,6 @@ class Claims:
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
         self._warned: set[str] = set()  # fields of requests' own hints
-        self.dropped: dict[str, RequestState] = {}  # found no room for their hint, the oldest first
         self.this_pass = Pass()
         self.slack: Slack
         self.reported: Reported
@@ -148,21 +146,16 @@ class Claims:
 
     def drop(self, state: RequestState, epoch: SchedulerEpoch) -> None:
         """There was no room for this request's hint: it is sent again when there is."""
-        if state.request.request_id not in self.dropped:
-            self.dropped[state.request.request_id] = state
+        if state.unsent():
             epoch.producer.count_dropped()
             self._counters["hints_dropped"] += 1
 
     def hint(self, state: RequestState, epoch: SchedulerEpoch, local_blocks: int, now_ns: int) -> bool:
         """Hint at a request again; False when all is local or not shared, or when there was no room (counted)."""
-        digests = state.digests
-        if digests is None:
-            self.dropped.pop(state.request.request_id, None)
-            return False
         own = request_hints.parse(state.request.kv_hints, state.request.kv_transfer_params)
         state.limit(local_blocks + own.max_load_tokens // self._geometry.block_tokens)
-        if local_blocks >= state.usable:
-            self.dropped.pop(state.request.request_id, None)
+        if (digests := state.digests) is None or local_blocks >= state.usable:
+            state.need_no_hint()
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
         counted = local_blocks if state.counts_local or capped else 0
@@ -171,28 +164,25 @@ class Claims:
             self.drop(state, epoch)
             return False
         self._counters["hints"] += 1
-        self.dropped.pop(state.request.request_id, None)
         state.hint(handle, now_ns)
         return True
 
-    def send_dropped(self, epoch: SchedulerEpoch, local_blocks: Callable[[Any], int]) -> None:
+    def send_unsent(
+        self, states: Iterable[RequestState], epoch: SchedulerEpoch, local_tokens: Callable[[Any], int]
+    ) -> None:
         """Send hints that found no room before, as far as there is room now."""
         sent = 0
-        while self.dropped and sent < RESENT_BLOCKS:
-            name, state = next(iter(self.dropped.items()))
+        for state in states:
+            if state.phase != UNSENT:
+                continue
             request = state.request
-            if not state.queued:
-                del self.dropped[name]
-            elif not hints.fits(epoch, name, state.usable, request.block_hashes, self._geometry):
+            if sent >= RESENT_BLOCKS or not hints.fits(epoch, request, state.usable, self._geometry):
                 return  # before the look at what is local, which costs time by the request's blocks
-            elif self.hint(state, epoch, local_blocks(request), self._now_ns()):
-                assert state.handle is not None
-                sent += state.handle.blocks
+            if self.hint(state, epoch, local_tokens(request) // self._geometry.block_tokens, self._now_ns()):
                 self._counters["hints_resent"] += 1
-            elif name in self.dropped:
+            elif state.phase == UNSENT:
                 return  # whatever the segment says of its room
-            else:
-                sent += state.usable  # all is local; to find that took as long
+            sent += state.usable  # if all is local, to find that took as long
 
     def waits_behind(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Whether `match` would only find again that this deferred request waits behind another one of the pass."""
@@ -231,10 +221,10 @@ class Claims:
                 if flag.state == HINTED:
                     return self._hinted(state, handle, flag, visit)
             if flag.state == EXPIRED:
-                self.finish(state, Outcome.VOIDED)
+                self.give_back(state.let_go(), Outcome.VOIDED)
             elif start < handle.local_blocks:
                 # Blocks that were local at the hint were evicted since: there is a gap before the staged ones.
-                self.finish(state, Outcome.LOCAL_GAP)
+                self.give_back(state.let_go(), Outcome.LOCAL_GAP)
                 state.evicted(visit.now_ns)
             elif flag.state != HINTED:  # after a stop, nothing is no miss
                 return self._take(state, handle, flag, visit, Outcome.RECOMPUTED if handle.stopped else Outcome.MISS)
@@ -373,7 +363,7 @@ class Claims:
             self._counters["cut_short"] += 1
             if not handle.stopped:  # with a full ring the daemon's next publication finds the claim
                 hints.stop(handle, visit.now_ns)
-        state.claim(_tuple(Claim, (visit.start, count, asynchronous, slots)))
+        state.claim(_tuple(Claim, (visit.start, count, asynchronous, slots)), self.this_pass)
         return count * geometry.block_tokens, asynchronous
 
     def _settle(self, state: RequestState, outcome: Outcome) -> Matched:
@@ -395,11 +385,6 @@ class Claims:
     def withdraw(self, state: RequestState) -> None:
         """Take back an answer that was not used."""
         hints.unclaim(state.withdraw())
-
-    def finish(self, state: RequestState, outcome: Outcome) -> None:
-        """Give up the request's hint and answer, if there are any."""
-        self.dropped.pop(state.request.request_id, None)
-        self.give_back(state.drop(), outcome)
 
     def give_back(self, handle: Handle | None, outcome: Outcome) -> None:
         """Give a handle back that its request has given up."""

@@ -38,6 +38,7 @@ from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
 from .paged import PagedCache
 from .prefix_cache import PrefixCache
 from .reported import install as watch_calls
+from .request_state import RUNNING, SAVING
 from .scheduler import SchedulerSide
 from .starter import Starter
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
@@ -205,7 +206,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             return KVPrefetchMetadata()
         try:
-            running = len(side.running)
+            running = side.counts[SAVING] + side.counts[RUNNING]
             if (
                 side.quiet_steps
                 and running

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ..shmring import _atomics
 from ..shmring.errors import SegmentCorrupt
@@ -55,10 +56,10 @@ def trace_of(headers: Mapping[str, str]) -> bytes:
     return bytes.fromhex(found[1] + found[2]) if found is not None and int(found[3], 16) & 1 else NO_TRACE
 
 
-def fits(epoch: SchedulerEpoch, request_id: str, usable: int, hashes: list[bytes], geometry: Geometry) -> bool:
+def fits(epoch: SchedulerEpoch, request: Any, usable: int, geometry: Geometry) -> bool:
     """Whether a hint at so many blocks finds room now: a flag, its pages, and bytes in the ring."""
     names = geometry.groups.names(usable)
-    length = hint_bytes(geometry.groups.digests(usable), len(hashes[0]), names, request_id)
+    length = hint_bytes(geometry.groups.digests(usable), len(request.block_hashes[0]), names, request.request_id)
     return epoch.producer.fits(length) and epoch.flags.room(names)
 
 

@@ -42,10 +42,8 @@ class Loads:
         # Of the load dispatched last.  Its handle would keep the digests of a request that may be long gone.
         self._last = ("", 0, 0)  # request, epoch, flag
 
-    def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> bool:
+    def dispatch(self, state: RequestState, allocated: Any, tokens: int) -> None:
         """Order the load of the first `tokens` of the request's answer into its blocks; the answer is used up.
-
-        Return whether the load is asynchronous.
 
         `allocated`: vLLM's KVCacheBlocks.  Raises RuntimeError without an answer of so many tokens.
         """
@@ -67,7 +65,6 @@ class Loads:
         self._last = request_id, handle.epoch.number, handle.flag
         self._counters["loads"] += 1
         self._counters["load_blocks"] += count
-        return answer.asynchronous
 
     def _blocks(
         self, answer: Claim, count: int, tables: Sequence[Sequence[Any]]

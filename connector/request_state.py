@@ -1,23 +1,53 @@
-"""One request as vLLM knows it, from arrival to end: its states, and every transition between them.
+"""One request as vLLM knows it, from arrival to end: its phase, and every way from one phase to another.
 
-    state      handle  answer  wait   settled  loading
-    queued     any     None    any    no       no       hinted if `handle` is set, pending if `wait` is set
-    answered   set     set     any    no       no       claimed for this pass only
-    loading    None    None    None   any      yes      an asynchronous load runs; not settled: after a reset
-    settled    None    None    None   yes      no       admitted, or nothing to take: no more hints
+    phase      handle  answer  wait   the request
+    QUEUED     any     None    any    is in vLLM's queue: hinted if `handle` is set, pending if `wait` is set
+    UNSENT     None    None    any    is in the queue, and its hint found no room: it is sent when there is some
+    ANSWERED   set     set     any    is claimed for this pass only
+    ELSEWHERE  None    None    None   is in the queue, and another connector brings its KV from a prefill engine
+    SETTLED    None    None    None   is in the queue: there was nothing to take, and it is not hinted again
+    LOADING    None    None    None   has blocks, which an asynchronous load fills
+    SAVING     None    None    None   has blocks and a place in the batch; some of its blocks may still be saved
+    RUNNING    None    None    None   has blocks and a place, and nothing to save
+    ENDED      None    None    None   is gone
 
-Other modules read the fields; only the methods below write them, and each asserts the states it may start from.
+Other modules read the fields; only the methods below write them, and each asserts the phases it may start from.
+
+The waiting time of a request is the cost of each None to it, in passes over the queue.  vLLM asks about a request when
+it has a free place and tokens for it; a None costs the request this pass.  A pass that ends without asking again gave
+its places or tokens to others: from then on the request queues as it would without us.  So a None counts until the next
+question or the end of the next pass, whichever comes first.  An answer that is ready earlier helps nobody: the
+scheduler does not look in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from .adapters import MaskedNames
 from .hints import Handle
 from .policy import Wait
+
+
+class Phase(IntEnum):
+    """From SETTLED on a request gets no more hints, from LOADING on it has blocks, from SAVING on a place."""
+
+    QUEUED = 0
+    UNSENT = 1
+    ANSWERED = 2
+    ELSEWHERE = 3
+    SETTLED = 4
+    LOADING = 5
+    SAVING = 6
+    RUNNING = 7
+    ENDED = 8
+
+
+# Plain numbers: with cold caches, as in a hook of the engine, a member of an enum costs several looks more.
+QUEUED, UNSENT, ANSWERED, ELSEWHERE, SETTLED, LOADING, SAVING, RUNNING, ENDED = map(int, Phase)
 
 
 class Claim(NamedTuple):
@@ -29,9 +59,31 @@ class Claim(NamedTuple):
     slots: Sequence[int]
 
 
-@dataclass(init=False)
+@dataclass(slots=True)
+class Pass:
+    """What belongs to one pass of the scheduler over its queue.
+
+    `kept_places`: the last free ones, for requests before that are being looked up.  `looked_ns`: time spent looking at
+    flags.  `waits`: a request waits whose wait is judged.  `answered`, `deferred`: requests that got an answer, or were
+    to be asked about later, and may be in another phase by now.
+    """
+
+    kept_places: int = 0
+    looked_ns: int = 0
+    waits: bool = False
+    answered: list[RequestState] = field(default_factory=list)
+    deferred: list[RequestState] = field(default_factory=list)
+
+    def passed_over(self, now_ns: int) -> int:
+        """The next pass has ended. Return how long its requests were deferred (ns) that it did not ask about."""
+        return sum(state.resume(now_ns) for state in self.deferred if state.deferred_in is self)
+
+
+@dataclass(init=False, eq=False)
 class RequestState:
     """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request.
+
+    `counts`: of all requests of the engine, how many are in each phase.
 
     Of one admission: `prefill_tokens`, all tokens that are known when none of them is computed, and `usable`, the full
     blocks that leave at least one of them to compute.
@@ -39,50 +91,60 @@ class RequestState:
     Defaults are attributes of the class: a request that arrives sets few.  Times are CLOCK_MONOTONIC ns.
     """
 
+    counts: list[int]
     request: Any
     loadable: bool
     preemptions: int
     prefill_tokens: int
     usable: int
+    phase: int = QUEUED
     handle: Handle | None = None
     hinted_ns: int = 0
     answer: Claim | None = None
     wait: Wait | None = None
-    settled: bool = False
-    loading: bool = False
-    # Its KV comes from a prefill engine, by another child of MultiConnector: until that failed, it is not loadable.
-    prefilled_elsewhere: bool = False
     on_demand_hints: int = 0
     # Whether the next hint counts on blocks in the engine's own cache.
     counts_local: bool = True
-    # When and in which pass the request was last deferred; 0 once that wait is charged (waits.py).
+    # When and in which pass the request was last deferred; 0 once that wait is charged.
     deferred_ns: int = 0
-    deferred_in: int = 0
+    deferred_in: Pass | None = None
     waited: bool = False
     # Saves of the current admission: blocks [0, saved) need none, blocks [saved, storable) could be saved, but found no
     # slot so far. `Saves` advances both.
     saved: int = 0
     storable: int = 0
-    # Its KV may come from other weights or from blocks that nobody filled: never saved.
+    # Its KV may come from other weights or from blocks that nobody filled: never saved.  `unfilled`: from such blocks,
+    # and others may share them.  `alone`: it is never shared, whatever it comes from.
     tainted: bool = False
+    unfilled: bool = False
+    alone: bool = False
     # Of a request with an adapter, while its KV is shared (adapters.py).
     names: MaskedNames | None = None
 
     def __init__(
-        self, request: Any, loadable: bool, tokens: int, usable: int, handle: Handle | None = None, hinted_ns: int = 0
+        self,
+        counts: list[int],
+        request: Any,
+        loadable: bool,
+        tokens: int,
+        usable: int,
+        hint: tuple[Handle, int] | None = None,
     ) -> None:
-        """A request of so many tokens has arrived; `handle`: of its hint, sent then."""
-        self.request, self.loadable, self.preemptions = request, loadable, request.num_preemptions
-        self.prefill_tokens, self.usable = tokens, usable
-        if handle is not None:
-            self.handle, self.hinted_ns = handle, hinted_ns
+        """A request of so many tokens has arrived; `hint`: the one sent for it, and when."""
+        self.counts, self.request, self.loadable = counts, request, loadable
+        self.preemptions, self.prefill_tokens, self.usable = request.num_preemptions, tokens, usable
+        if hint is not None:
+            self.handle, self.hinted_ns = hint
         elif loadable and prefilled_elsewhere(request):
-            self.loadable, self.prefilled_elsewhere = False, True
+            self.phase = ELSEWHERE
+        counts[self.phase] += 1
 
-    @property
-    def queued(self) -> bool:
-        """Whether a hint, a wait or an answer may be next."""
-        return not (self.settled or self.loading or self.answer)
+    def _enter(self, phase: int) -> None:
+        assert self.phase != ENDED, self
+        counts = self.counts
+        counts[self.phase] -= 1
+        counts[phase] += 1
+        self.phase = phase
 
     @property
     def digests(self) -> list[bytes] | None:
@@ -98,15 +160,28 @@ class RequestState:
         if before is not None and names is not None and before.content == names.content:
             return False
         self.names = names
-        self.tainted |= before is not None and self.settled
+        self.tainted |= before is not None and self.phase >= LOADING
         return before is not None
 
-    # --- queued and answered ----------------------------------------------------------------------------------------
+    # --- in the queue -----------------------------------------------------------------------------------------------
+
+    def unsent(self) -> bool:
+        """There was no room for its hint. Return whether that is news."""
+        assert self.phase <= UNSENT and self.handle is None, self  # noqa: PT018
+        news = self.phase == QUEUED
+        self._enter(UNSENT)
+        return news
+
+    def need_no_hint(self) -> None:
+        """No hint is to be sent before the scheduler asks."""
+        assert self.phase <= UNSENT, self
+        self._enter(QUEUED)
 
     def hint(self, handle: Handle, now_ns: int) -> None:
         """A hint was sent."""
-        assert self.handle is None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
+        assert self.phase <= UNSENT and self.handle is None, self  # noqa: PT018
         self.handle, self.hinted_ns = handle, now_ns
+        self._enter(QUEUED)
 
     def limit(self, usable: int) -> None:
         """A hint is about to be sent, and may name no more than so many blocks."""
@@ -125,50 +200,68 @@ class RequestState:
 
     def start_wait(self, wait: Wait) -> Wait:
         """A visit found the request pending for the first time."""
-        assert not (self.settled or self.loading or self.answer or self.wait), self  # noqa: PT018
+        assert self.phase <= UNSENT and self.wait is None, self  # noqa: PT018
         self.wait = wait
         return wait
 
-    def claim(self, answer: Claim) -> None:
+    def claim(self, answer: Claim, this_pass: Pass) -> None:
         """The handle's blocks are claimed, and vLLM gets this answer."""
-        assert self.handle is not None and not (self.settled or self.loading or self.answer), self  # noqa: PT018
+        assert self.phase == QUEUED and self.handle is not None, self  # noqa: PT018
         self.answer = answer
+        self._enter(ANSWERED)
+        this_pass.answered.append(self)
 
     def withdraw(self) -> Handle:
         """vLLM did not use the answer. Return the handle; the caller gives its claim back."""
         assert self.answer is not None and self.handle is not None, self  # noqa: PT018
         self.answer = None
+        self._enter(QUEUED)
         return self.handle
 
-    def drop(self) -> Handle | None:
+    def let_go(self) -> Handle | None:
         """Give up hint and answer. Return the handle, which the caller gives back where its epoch goes on."""
         handle, self.handle, self.answer = self.handle, None, None
+        if self.phase == ANSWERED:
+            self._enter(QUEUED)
         return handle
 
-    # --- admitted ---------------------------------------------------------------------------------------------------
+    def settle(self) -> Handle | None:
+        """There is nothing to take. Return the handle, which the caller gives back."""
+        assert self.phase <= ANSWERED, self
+        self.wait, handle = None, self.let_go()
+        self._enter(SETTLED)
+        return handle
+
+    # --- with blocks ------------------------------------------------------------------------------------------------
 
     def dispatch(self, stop: int) -> None:
         """vLLM took the answer: its blocks up to `stop` are being loaded, and answer and handle are the load's."""
-        assert self.answer is not None and self.handle is not None, self  # noqa: PT018
-        self.loading, self.settled = self.answer.asynchronous, True
+        assert self.answer is not None, self
+        phase = LOADING if self.answer.asynchronous else RUNNING
         self.handle = self.answer = self.wait = None
         self.saved = stop
+        self._enter(phase)
 
-    def settle(self) -> Handle | None:
-        """Admitted without a load, or nothing to take. Return the handle, which the caller gives back."""
-        self.settled, self.loading, self.wait = True, False, None
-        return self.drop()
+    def admit(self) -> Handle | None:
+        """Admitted without a load, or behind one. Return the handle, which the caller gives back."""
+        self.wait, handle = None, self.let_go()
+        self._enter(RUNNING)
+        return handle
 
-    def not_delivered(self) -> bool:
-        """vLLM visits the request. Return whether a prefill engine's KV did not come: the store may have it."""
-        if failed := self.prefilled_elsewhere and self.settled:
-            self.loadable, self.prefilled_elsewhere, self.settled = True, False, False
-        return failed
+    def save(self, *, more: bool) -> None:
+        """Whether some of its blocks may still be saved."""
+        assert self.phase >= SAVING, self
+        self._enter(SAVING if more else RUNNING)
 
-    def fail_load(self) -> None:
-        """vLLM visits the request although its load was under way: the load failed with no good token."""
-        assert self.loading, self
-        self.loading = False
+    def not_loaded(self) -> bool:
+        """vLLM visits the request: does it lose the blocks of a load that failed? Return whether that was ours.
+
+        Of a load of ours all is computed.  What another connector did not bring the store may have.
+        """
+        assert self.phase >= LOADING, self
+        ours = self.phase == LOADING
+        self._enter(SETTLED if ours else QUEUED)
+        return ours
 
     # --- everything again -------------------------------------------------------------------------------------------
 
@@ -176,30 +269,44 @@ class RequestState:
         """Preempted: the blocks are gone, and all tokens, so many by now, are to be matched and saved anew."""
         assert self.handle is None, self
         self.preemptions = self.request.num_preemptions
-        self.loadable, self.prefilled_elsewhere = self.loadable or self.prefilled_elsewhere, False
-        self.settled, self.on_demand_hints, self.wait, self.waited = False, 0, None, False
+        self.on_demand_hints, self.wait, self.waited = 0, None, False
         self.counts_local = True
         self.saved, self.storable, self.prefill_tokens, self.usable = 0, 0, tokens, usable
-        self.tainted = False
+        self.tainted = self.alone
+        self._enter(QUEUED)
 
     def reset(self) -> bool:
         """The weights changed: hint again. Return whether it computed with the old ones; then it is never saved."""
         assert self.handle is None, self
-        self.settled, self.on_demand_hints, self.wait = False, 0, None
+        self.on_demand_hints, self.wait = 0, None
+        if self.phase == SETTLED:
+            self._enter(QUEUED)
         old: bool = self.request.num_computed_tokens > 0
         self.tainted |= old
         return old
 
-    def taint(self) -> None:
+    def taint(self, *, unfilled: bool = False) -> None:
         """Some of its KV rests on other weights or on blocks that nobody filled."""
         self.tainted = True
+        self.unfilled |= unfilled
 
-    # --- waiting time (waits.py) ------------------------------------------------------------------------------------
+    def keep_alone(self) -> None:
+        """Its hashes do not say what its blocks hold."""
+        self.alone = self.tainted = True
 
-    def defer(self, now_ns: int, in_pass: int) -> bool:
+    def end(self) -> Handle | None:
+        """The request has ended, for whatever reason. Return the handle, which the caller gives back."""
+        self.wait, handle = None, self.let_go()
+        self._enter(ENDED)
+        return handle
+
+    # --- waiting time -----------------------------------------------------------------------------------------------
+
+    def defer(self, now_ns: int, in_pass: Pass) -> bool:
         """vLLM is to ask again, later than `now_ns`. Return whether that is the first time of this admission."""
         first, self.waited = not self.waited, True
         self.deferred_ns, self.deferred_in = now_ns, in_pass
+        in_pass.deferred.append(self)
         return first
 
     def resume(self, now_ns: int) -> int:

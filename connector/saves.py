@@ -24,7 +24,7 @@ from .events import SavedBlocks
 from .geometry import Geometry
 from .known import Known
 from .metadata import SaveOrder
-from .request_state import RequestState
+from .request_state import SAVING, RequestState
 
 # Blocks of finished requests, and states, that wait for a save slot.
 MAX_LEFT = 1 << 14
@@ -88,14 +88,13 @@ class LocalCache:
 class Saves:
     """Save bookkeeping of one engine. `events`: where KV events are on.
 
-    `unsaved`: admitted requests that may still have blocks to save; `waiting`: saves that ranks still copy; `copied`:
-    saves of all ranks that the daemon does not know of yet; `left`: blocks that wait for a slot and that no request
-    keeps: those of finished requests, those that the store lost, and states.
+    `waiting`: saves that ranks still copy; `copied`: saves of all ranks that the daemon does not know of yet; `left`:
+    blocks that wait for a slot and that no request keeps: those of finished requests, those that the store lost, and
+    states.
     """
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
-        self.unsaved: dict[str, RequestState] = {}
         self.waiting: dict[int, DispatchedSave] = {}
         self.left = OrderedDict[bytes, _Block]()  # by name, the oldest first
         self._known = Known(geometry.groups)
@@ -113,28 +112,34 @@ class Saves:
             return True
         return not self._decode and (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
 
-    def plan_step(self, epoch: SchedulerEpoch, output: Any, cache: LocalCache) -> Iterator[SaveOrder]:
+    def plan_step(
+        self, epoch: SchedulerEpoch, output: Any, cache: LocalCache, requests: Mapping[str, RequestState]
+    ) -> Iterator[SaveOrder]:
         """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
 
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
-        scheduled, block_tokens = output.num_scheduled_tokens, self._geometry.block_tokens
+        block_tokens = self._geometry.block_tokens
         offers = output.kv_connector_block_state.boundary_state_offloads
-        if offers and (offered := self._offered(offers)) and (order := self._plan_states(epoch, offered)) is not None:
-            yield order
-        for request_id, state in list(self.unsaved.items()):
-            tokens, saved = scheduled.get(request_id), state.saved
-            if tokens is None or state.request.num_computed_tokens + tokens < (saved + 1) * block_tokens:
-                continue  # not in this step, or no block of it ends in this step
+        if offered := self._offered(offers or {}, requests):
+            yield from self._plan_states(epoch, offered)
+        for request_id, tokens in output.num_scheduled_tokens.items() if requests else ():
+            state = requests.get(request_id)
+            if state is None or state.phase != SAVING:
+                continue
+            if state.request.num_computed_tokens + tokens < (state.saved + 1) * block_tokens:
+                continue  # no block of it ends in this step
             block_ids = functools.partial(output.kv_connector_block_state.get_block_ids, request_id)
             if (order := self.plan(epoch, state, tokens, block_ids)) is not None:
                 yield order
             if self.complete(state):
-                del self.unsaved[request_id]
+                state.save(more=False)
         if (order := self.plan_left(epoch, cache)) is not None:
             yield order
 
-    def _offered(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[_Block]:
+    def _offered(
+        self, offers: Mapping[str, Sequence[tuple[int, int, int]]], requests: Mapping[str, RequestState]
+    ) -> list[_Block]:
         """Return the states to save of those that vLLM offers: group, block and the tokens of its prefix.
 
         This step completes them, and vLLM never writes to their blocks again while its cache names them.  Of tokens
@@ -142,8 +147,8 @@ class Saves:
         """
         found, groups = dict[bytes, _Block](), self._geometry.groups
         for request_id, blocks in offers.items():
-            state = self.unsaved.get(request_id)
-            if state is None or state.tainted or (digests := state.digests) is None:
+            state = requests.get(request_id)
+            if state is None or state.phase != SAVING or state.tainted or (digests := state.digests) is None:
                 continue
             for group, block_id, tokens in blocks:
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
@@ -153,16 +158,17 @@ class Saves:
                         found[block.name] = block
         return [*found.values()]
 
-    def _plan_states(self, epoch: SchedulerEpoch, offered: list[_Block]) -> SaveOrder | None:
+    def _plan_states(self, epoch: SchedulerEpoch, offered: list[_Block]) -> Iterator[SaveOrder]:
         """Save states, before anything that the running requests keep. Raises SegmentCorrupt.
 
         Those that find no slot wait beside the blocks of finished requests, as vLLM gives their blocks back, too.
         """
-        order = self._order(epoch, offered) if epoch.credits.available() else None
-        left = offered if order is None else offered[len(order.slots) :]
+        left = offered
+        if epoch.credits.available():
+            yield (order := self._order(epoch, offered))
+            left = offered[len(order.slots) :]
         self._counters["save_blocks_unsaved"] += max(0, len(left) - (room := MAX_LEFT - len(self.left)))
         self.left.update((block.name, block) for block in left[:room])
-        return order
 
     def plan(
         self,

@@ -21,7 +21,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.wire.records import Outcome
 from . import hints
 from .adapters import Adapters
-from .claims import NOTHING, PENDING, Claims, Matched, Pass
+from .claims import NOTHING, PENDING, Claims, Clock, Matched, SystemClock
 from .config import ConnectorConfig
 from .early import EarlyHints
 from .epoch import ALIVE, SchedulerEpoch
@@ -36,14 +36,26 @@ from .metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from .policy import WaitPolicy
 from .reported import Reported
 from .request_hints import NO_HINTS
-from .request_state import RequestState, prefill_tokens, prefilled_elsewhere
+from .request_state import (
+    ANSWERED,
+    ELSEWHERE,
+    LOADING,
+    RUNNING,
+    SAVING,
+    SETTLED,
+    UNSENT,
+    Pass,
+    Phase,
+    RequestState,
+    prefill_tokens,
+    prefilled_elsewhere,
+)
 from .resets import News, Resets
 from .saves import LocalCache, Saves
 from .slack import Slack
 from .stats import Tally
 from .steps import MAX_IN_FLIGHT, StepTimes
 from .uses import Uses
-from .waits import Clock, SystemClock, Waits
 
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
@@ -64,19 +76,18 @@ class SchedulerSide:
         clock = clock or SystemClock()
         self.cache = LocalCache()
         self.counters = Tally()
-        self.requests: dict[str, RequestState] = {}
-        self.running: set[str] = set()  # requests that hold a place
-        self._unfilled: set[str] = set()  # requests that may have blocks which a failed load left unfilled
+        self.requests: dict[str, RequestState] = {}  # the oldest first
+        self.counts = [0] * len(Phase)  # of them, how many are in each phase
+        self._unfilled = False  # whether one of them may have blocks which a failed load left unfilled
+        self._pass_before = Pass()
         # Those that a step in flight may have admitted: that step's number - 1, their hashes, and vLLM's blocks.
         self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
         self.resets = Resets(link, geometry.world_size, config.weights_file)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._epoch: SchedulerEpoch | None = None
-        self.answered: set[str] = set()
         self._saving = geometry.saves and config.mode == "on"
         self.events = SavedBlocks(geometry) if publish and self._saving else None
         self.steps = StepTimes()
-        self._waits = Waits(self.counters)
         self.adapters = adapters or Adapters(geometry.world_size)
         self.loads = Loads(geometry, self.counters)
         self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
@@ -86,7 +97,7 @@ class SchedulerSide:
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self.slack = self.claims.slack = Slack(
-            self.steps, self.requests, self.running, allowed=geometry.ahead and not geometry.lockstep
+            self.steps, self.requests, allowed=geometry.ahead and not geometry.lockstep
         )
         self.reported = self.claims.reported = Reported(self.steps, overlapping=geometry.overlapping)
         early = geometry.loads and config.hint_on_arrival
@@ -103,12 +114,8 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: send one hint, unless there is nothing to gain."""
-        if request.resumable:
-            return  # vLLM never asks about a session's later chunks, and may cut its tokens back
-        if request.prompt_is_token_ids is not None:
-            if not self._mixed:
-                self._mixed = True
-                self.saves.forget_left()
+        if request.resumable or request.prompt_is_token_ids is not None:
+            self._arrived_alone(request)
             return
         if self.early.waiting and self._adopt(request):
             return
@@ -142,12 +149,22 @@ class SchedulerSide:
                             self.counters["hints"] += 1
             except SegmentCorrupt as error:
                 self.detach(error)
-        self.requests[request.request_id] = state = RequestState(request, loadable, tokens, usable, handle, now)
+        hint = None if handle is None else (handle, now)
+        self.requests[request.request_id] = state = RequestState(self.counts, request, loadable, tokens, usable, hint)
         if names is not None:
             state.names = names
         if full is not None:
             claims.drop(state, full)
             self.quiet_steps = 0
+
+    def _arrived_alone(self, request: Any) -> None:
+        """Nothing of it is shared: vLLM never asks about a session's later chunks, and may cut its tokens back."""
+        if request.prompt_is_token_ids is not None and not self._mixed:
+            self._mixed = True
+            self.saves.forget_left()
+        state = RequestState(self.counts, request, False, request.num_prompt_tokens, 0)
+        state.keep_alone()
+        self.requests[request.request_id] = state
 
     def _adopt(self, request: Any) -> bool:
         """Whether this request was hinted at before it came here, and that counts."""
@@ -160,8 +177,8 @@ class SchedulerSide:
         if early is None:
             return False
         self.counters["hints"] += 1
-        handle, tokens = early.handle, request.num_prompt_tokens
-        self.requests[request.request_id] = RequestState(request, True, tokens, handle.blocks, handle, early.hinted_ns)
+        hint, tokens = (early.handle, early.hinted_ns), request.num_prompt_tokens
+        self.requests[request.request_id] = RequestState(self.counts, request, True, tokens, early.handle.blocks, hint)
         return True
 
     def _ambiguous(self, request: Any) -> bool:
@@ -176,37 +193,34 @@ class SchedulerSide:
         state = self.requests.get(request.request_id)
         if state is None:
             return NOTHING
+        this_pass = self.claims.this_pass
         try:
             if state.deferred_ns:
                 if (
-                    self.claims.this_pass.waits
+                    this_pass.waits
                     and not self._stale_local
                     and self.link.epoch is self._epoch
                     and self.claims.waits_behind(state, num_computed_tokens)
                 ):
-                    self._waits.deferred(state, state.deferred_ns)
+                    self.counters["waits"] += state.defer(state.deferred_ns, this_pass)
                     return PENDING
                 self.counters["wait_ns"] += state.resume(self._now_ns())
             if state.preemptions != request.num_preemptions:
-                self.running.discard(request.request_id)
                 state.restart(tokens := request.num_tokens, self.claims.usable_blocks(request, tokens))
             start = num_computed_tokens // self._geometry.block_tokens
             if start and self._unfilled:
-                self._unfilled &= self.requests.keys()
+                self._unfilled = any(each.unfilled for each in self.requests.values())
             if (start and (self._stale_local or self._unfilled)) or self._ambiguous(request):
                 state.taint()
-            if state.loading:
-                # Its load failed and it holds no blocks, but vLLM keeps it before requests that do.  PENDING lets those
-                # run and free blocks.
-                state.fail_load()
+            if state.phase >= LOADING and state.not_loaded():
+                # It has no blocks, but vLLM keeps it before requests that do. PENDING lets those run and free blocks.
                 return PENDING
-            if (state.settled or not state.loadable) and not state.not_delivered():
-                return self._used(state, start) if start and not state.settled else NOTHING
+            if state.phase >= ELSEWHERE or not state.loadable:
+                return self._used(state, start) if start and state.phase != SETTLED else NOTHING
             if (answer := state.answer) is not None:
                 if answer.start == start:
                     return answer.count * self._geometry.block_tokens, answer.asynchronous
                 self.claims.withdraw(state)
-                self.answered.discard(request.request_id)
             epoch, link = self._epoch, self.link
             if epoch is not link.epoch or link.confirmed_reset < self.resets.generation:
                 epoch = self._usable_epoch()
@@ -214,11 +228,9 @@ class SchedulerSide:
                 return NOTHING
             if start >= state.usable:
                 return self._used(state, start)
-            reply = self.claims.match(state, epoch, start, running=len(self.running))
-            if state.answer is not None:
-                self.answered.add(request.request_id)
+            reply = self.claims.match(state, epoch, start, running=self.counts[SAVING] + self.counts[RUNNING])
             if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
-                self._waits.deferred(state, self._now_ns())
+                self.counters["waits"] += state.defer(self._now_ns(), this_pass)
             return reply
         except SegmentCorrupt as error:
             self.detach(error)
@@ -235,21 +247,18 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's update_state_after_alloc; `blocks`: the request's, vLLM's KVCacheBlocks."""
         self.quiet_steps = 0
-        state, beside = self.requests.get(request.request_id), False
+        state = self.requests.get(request.request_id)
         if num_external_tokens > 0:
             if state is None:
                 raise not_given(request.request_id, num_external_tokens)
-            self.answered.discard(request.request_id)
-            beside = self.loads.dispatch(state, blocks, num_external_tokens)
+            self.loads.dispatch(state, blocks, num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
-        if not beside:
-            self.running.add(request.request_id)
         (admitted := self.admitted).append((self.steps.begun, request.block_hashes, blocks.blocks))
         while admitted[0][0] < self.steps.begun - MAX_IN_FLIGHT:
             admitted.popleft()
-        if state is not None and self._saving and not self.saves.complete(state):
-            self.saves.unsaved[request.request_id] = state
+        if state is not None and self._saving and state.phase == RUNNING and not self.saves.complete(state):
+            state.save(more=True)
 
     @detaching(None)
     def disk_tokens(self, request: Any) -> int | None:
@@ -260,9 +269,7 @@ class SchedulerSide:
     @detaching(None)
     def _admitted_without_load(self, state: RequestState) -> None:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
-        request_id = state.request.request_id
-        self.answered.discard(request_id)
-        self.claims.give_back(state.settle(), Outcome.UNUSED)
+        self.claims.give_back(state.admit(), Outcome.UNUSED)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -270,12 +277,12 @@ class SchedulerSide:
         """Whether nothing goes on that the next step would have to see, if it only decodes."""
         return not (
             self.loads.running
-            or (self.saves.unsaved and self._epoch is not None)
+            or (self.counts[SAVING] and self._epoch is not None)
             or self.saves.left
             or self.saves.copied
-            or self.claims.dropped
+            or self.counts[UNSENT]
             or self.uses.heals
-            or self._waits.open
+            or self._pass_before.deferred
         )
 
     def take_loads(self, output: Any) -> KVPrefetchMetadata:
@@ -300,22 +307,23 @@ class SchedulerSide:
         executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
         self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
         self.slack.launched(now)
-        self.claims.this_pass = Pass()
-        self._waits.pass_ended(now)
+        before, self._pass_before, self.claims.this_pass = self._pass_before, self.claims.this_pass, Pass()
+        self.counters["wait_ns"] += before.passed_over(now)
         try:
             epoch = self._usable_epoch()
-            while self.answered:
-                self.claims.withdraw(self.requests[self.answered.pop()])
+            for state in self._pass_before.answered:
+                if state.phase == ANSWERED:
+                    self.claims.withdraw(state)
             if self.early.waiting:
                 self.early.forget(self._epoch, now)
             if self.uses.heals:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
-            wanted = self.saves.unsaved or self.saves.left or self.claims.dropped
-            if epoch is not None and wanted and epoch.alive(now):
-                block_tokens = self._geometry.block_tokens
-                self.claims.send_dropped(epoch, lambda request: self.cache.tokens(request) // block_tokens)
-                meta.saves.extend(self.saves.plan_step(epoch, output, self.cache))
+            saving, unsent = self.counts[SAVING], self.counts[UNSENT]
+            if epoch is not None and (saving or unsent or self.saves.left) and epoch.alive(now):
+                if unsent:
+                    self.claims.send_unsent(self.requests.values(), epoch, self.cache.tokens)
+                meta.saves.extend(self.saves.plan_step(epoch, output, self.cache, self.requests if saving else {}))
             if self.saves.copied and self._epoch is not None:
                 self.saves.flush(self._epoch)
         except SegmentCorrupt as error:
@@ -337,9 +345,9 @@ class SchedulerSide:
         if failed_blocks:
             self.saves.drop()
             for state in self.requests.values():
-                if state.settled:  # every admitted request is
-                    state.taint()
-                    self._unfilled.add(state.request.request_id)
+                if state.phase >= LOADING:
+                    state.taint(unfilled=True)
+                    self._unfilled = True
             self.cache.forget(failed_blocks, [(hashes, blocks[0]) for _, hashes, blocks in self.admitted])
         if not isinstance(worker_meta, KVPrefetchWorkerMeta):
             return
@@ -347,7 +355,7 @@ class SchedulerSide:
             if self.adapters.read(worker_meta.adapters):
                 self.saves.drop()
             for state in self.adapters.name(self.requests.values()):
-                self._give_up(state, Outcome.VOIDED)
+                self._give_back(state.let_go(), Outcome.VOIDED)
         if worker_meta.weights:
             self._weights_reported(worker_meta.weights)
         if worker_meta.saves:
@@ -391,10 +399,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ((),)) -> None:
         """The request has ended, for whatever reason, and gives these blocks back; a dispatched load goes on."""
-        request_id = request.request_id
-        self.running.discard(request_id)
-        self.saves.unsaved.pop(request_id, None)
-        state = self.requests.pop(request_id, None)
+        state = self.requests.pop(request.request_id, None)
         if not self.requests:
             self.steps.skip_to(0)
         if state is None:
@@ -402,15 +407,15 @@ class SchedulerSide:
         if state.preemptions == request.num_preemptions and not (self._stale_local or self._ambiguous(request)):
             self.saves.leave(state, block_ids)
         if state.deferred_ns:
-            self._waits.over(state, self._now_ns())
-        if not state.settled or self.claims.dropped:
-            self._give_up(state, Outcome.ABORTED)
+            self.counters["wait_ns"] += state.resume(self._now_ns())
+        if (handle := state.end()) is not None:
+            self._give_back(handle, Outcome.ABORTED)
 
     @detaching(None)
-    def _give_up(self, state: RequestState, outcome: Outcome) -> None:
+    def _give_back(self, handle: Handle | None, outcome: Outcome) -> None:
         """A request has ended that vLLM may not have admitted, or what was found for it is of no use."""
-        self.answered.discard(state.request.request_id)
-        self.claims.finish(state, outcome)
+        if handle is not None:
+            hints.finish(handle, outcome)
 
     def reset(self) -> bool:
         """The weights changed, or will. True at once: no later key can name older KV."""
@@ -426,7 +431,7 @@ class SchedulerSide:
         """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
         self._usable_epoch()
         for state in self.requests.values():
-            self._give_up(state, Outcome.VOIDED)
+            self._give_back(state.let_go(), Outcome.VOIDED)
         self.saves.reset(self.resets.generation)
         self._tell()
 
@@ -468,6 +473,5 @@ class SchedulerSide:
         self._epoch = epoch
         self._renew_quiet()
         for state in self.requests.values():
-            state.drop()
-        self.answered.clear()
+            state.let_go()
         self.saves.forget()

@@ -10,9 +10,9 @@ machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and twice
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from .request_state import RequestState
+from .request_state import SAVING, RequestState
 from .steps import StepTimes
 
 SHARE = 0.75
@@ -21,15 +21,10 @@ PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
 
 
 class Slack:
-    """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage.
+    """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage."""
 
-    `running`: names of the requests that hold a place.
-    """
-
-    def __init__(
-        self, steps: StepTimes, requests: Mapping[str, RequestState], running: Collection[str], *, allowed: bool
-    ) -> None:
-        self._steps, self._requests, self._running, self.allowed = steps, requests, running, allowed
+    def __init__(self, steps: StepTimes, requests: Mapping[str, RequestState], *, allowed: bool) -> None:
+        self._steps, self._requests, self.allowed = steps, requests, allowed
         self._expected: tuple[float, float] | None = (
             None  # of a pass that waited: ends of its wait, of the step under way
         )
@@ -46,7 +41,7 @@ class Slack:
         began_ns, duration_ns = self._steps.under_way()
         if not began_ns or state.request.use_structured_output:
             return 0.0
-        if any(self._requests[name].request.use_structured_output for name in self._running if name in self._requests):
+        if any(each.phase >= SAVING and each.request.use_structured_output for each in self._requests.values()):
             return 0.0
         return began_ns + SHARE * duration_ns - LAUNCH_NS
 

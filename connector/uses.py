@@ -89,7 +89,7 @@ class Uses:
         later use brings them again.
         """
         told, saves = self._link.absent, self._saves
-        if epoch is None or saves is None or stale or any(state.tainted for state in states):
+        if epoch is None or saves is None or stale or any(state.tainted and not state.alone for state in states):
             told.clear()
             self._forget_lost()
             return

@@ -7,6 +7,7 @@ import pytest
 from kvprefetch.connector import claims, hints
 from kvprefetch.connector.claims import MAX_ON_DEMAND_HINTS
 from kvprefetch.connector.hints import trace_of
+from kvprefetch.connector.request_state import UNSENT
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.wire.records import NO_TRACE, FlagState
 
@@ -138,7 +139,7 @@ def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_as
     assert engine.side.counters["on_demand_hints"] == 0
     for request in (*fill, lost[0], *lost[2:]):
         engine.side.finished(request)
-    assert not engine.side.claims.dropped
+    assert not engine.side.counts[UNSENT]
 
 
 def test_hints_that_found_no_room_cost_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kvprefetch.connector import claims, hints
 from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.loads import Loads
+from kvprefetch.connector.request_state import RequestState
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
@@ -206,14 +207,11 @@ def test_p11_a_request_whose_load_failed_is_not_loaded_again(make: Make, monkeyp
         assert engine.tokens["r"] == [3, 3, 3]
         assert engine.side.counters["hints"] == engine.side.counters["failed_loads"] == 1
 
-    original = Loads.dispatch
+    def forgetful(self: RequestState) -> bool:
+        self.restart(self.prefill_tokens, self.usable)
+        return True
 
-    def forgetful(self: Loads, state: Any, *rest: Any) -> None:
-        original(self, state, *rest)
-        state.settled = False
-        monkeypatch.setattr(SchedulerSide, "_admitted_without_load", lambda self, state: None)
-
-    fails_with(check, monkeypatch, Loads, "dispatch", forgetful)
+    fails_with(check, monkeypatch, RequestState, "not_loaded", forgetful)
 
 
 def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monkeypatch: Patch) -> None:
@@ -240,13 +238,13 @@ def test_p33_a_request_whose_load_failed_stands_in_nobodys_way(make: Make, monke
         assert engine.tokens["r"] == [3, 3, 3]
         assert engine.left() == []
 
-    original = Loads.dispatch
+    original = RequestState.not_loaded
 
-    def as_if_it_could_not_fail(self: Loads, state: Any, *rest: Any) -> None:
-        original(self, state, *rest)
-        state.loading = False
+    def as_if_it_could_not_fail(self: RequestState) -> bool:
+        original(self)
+        return False
 
-    fails_with(check, monkeypatch, Loads, "dispatch", as_if_it_could_not_fail, match="3 == 6")
+    fails_with(check, monkeypatch, RequestState, "not_loaded", as_if_it_could_not_fail, match="3 == 6")
 
 
 def test_p10_a_policy_that_fails_requests_is_warned_about(make: Make, monkeypatch: Patch, caplog: Any) -> None:

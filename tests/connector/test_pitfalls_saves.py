@@ -367,6 +367,6 @@ def test_p17_a_preempted_request_starts_over(
         assert engine.left() == []
 
     def forgetful(self: RequestState, *_: Any) -> None:
-        self.preemptions = self.request.num_preemptions
+        self.preemptions, self.loadable = self.request.num_preemptions, False
 
     fails_with(check, monkeypatch, RequestState, "restart", forgetful, match="after the preemption")

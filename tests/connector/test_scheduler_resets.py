@@ -179,7 +179,7 @@ def test_steps_say_what_their_orders_are_of() -> None:
     """Also those with nothing to do, which all have one metadata."""
     engine = Engine()
     request = engine.admitted("r", BLOCK)
-    engine.side.saves.unsaved.clear()
+    engine.side.requests["r"].save(more=False)
     assert engine.step([]).weights == OfReset()
     for _ in range(3):
         assert engine.step([(request, 1)]).weights == OfReset(0, agreed=False, computes=True)
@@ -188,7 +188,7 @@ def test_steps_say_what_their_orders_are_of() -> None:
     engine.report(b"a")
     for _ in range(3):
         assert engine.step([(request, 1)]).weights == OfReset(1, agreed=True, computes=True)
-    engine.side.running.clear()
+    engine.side.finished(request)
     assert engine.step([]).weights == OfReset(1, agreed=True, computes=False)
 
 

@@ -144,7 +144,7 @@ def test_vllms_configuration_says_whether_the_scheduler_is_ahead(make: Make, opt
 
 def slack_of(steps: StepTimes) -> tuple[Slack, Any]:
     state = SimpleNamespace(request=SimpleNamespace(use_structured_output=False))
-    return Slack(steps, {}, set(), allowed=True), state
+    return Slack(steps, {}, allowed=True), state
 
 
 def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:

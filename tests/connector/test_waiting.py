@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.connector.claims import Claims, Pass
+from kvprefetch.connector.claims import Claims
+from kvprefetch.connector.request_state import QUEUED, RUNNING, SAVING, Pass
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, MS, Engine, FakeDaemon, Request, fails_with
@@ -275,7 +276,7 @@ def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
 ) -> None:
     """Of 16 places: a request that has to wait for its look-up would get one when the next request ends."""
     engine = measured()
-    engine.side.running |= {f"r{number}" for number in range(running - 1)}
+    engine.side.counts[RUNNING] += running - 1
     first, second, fetched = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second", "fetched"))
     engine.daemon.stage("second", 0)
     assert engine.match(first) == PENDING
@@ -296,18 +297,18 @@ def test_who_holds_a_place_is_known_in_a_step_without_it() -> None:
     engine = measured()
     request = engine.admitted("one", BLOCK)
     engine.step([(request, BLOCK)])
-    assert "one" in engine.side.running
+    assert engine.side.requests["one"].phase >= SAVING
     engine.step([(engine.admitted("two", BLOCK), BLOCK)])
-    assert {"one", "two"} <= engine.side.running
+    assert all(state.phase >= SAVING for state in engine.side.requests.values())
     request.num_preemptions += 1
     engine.match(request)
-    assert "one" not in engine.side.running
+    assert engine.side.requests["one"].phase == QUEUED
 
 
 def test_a_request_that_is_asked_about_while_all_places_seem_taken_is_answered_as_any_other() -> None:
     """It was preempted, or another one has ended: vLLM asks only for a request that it has a place for."""
     engine = measured()
-    engine.side.running |= {f"r{number}" for number in range(20)}
+    engine.side.counts[RUNNING] += 20
     staged, pending = (engine.add(name, 40 * BLOCK + 1) for name in ("staged", "pending"))
     engine.daemon.stage("staged", 40)
     assert engine.match(staged)[0] == 40 * BLOCK

@@ -259,12 +259,12 @@ def test_a_state_saved_a_step_after_its_offer_is_found(site: Site, monkeypatch: 
     """By then vLLM may have given its block to another request, of the few that there are."""
     original, kept = saves.Saves.plan_step, dict[int, Any]()
 
-    def later(self: saves.Saves, epoch: Any, output: Any, cache: Any) -> Any:
+    def later(self: saves.Saves, epoch: Any, output: Any, *rest: Any) -> Any:
         state, before = output.kv_connector_block_state, kept.get(id(self), {})
         kept[id(self)] = state.boundary_state_offloads
         late = SimpleNamespace(boundary_state_offloads=before, get_block_ids=state.get_block_ids)
         step = SimpleNamespace(num_scheduled_tokens=output.num_scheduled_tokens, kv_connector_block_state=late)
-        return original(self, epoch, step, cache)
+        return original(self, epoch, step, *rest)
 
     monkeypatch.setattr(saves.Saves, "plan_step", later)
     finds(site, "is not as computed|before its tokens exist", queue=2, blocks=6, **layout("state"))

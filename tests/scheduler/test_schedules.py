@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
-from kvprefetch.connector.request_state import Claim, RequestState
+from kvprefetch.connector.request_state import Claim, Pass, RequestState
 from tests.scheduler.engine import Engine
 from tests.scheduler.schedules import STORED_S, Add, explore, play, run, truth_of
 from tests.scheduler.shape import Shape, Site
@@ -78,9 +78,9 @@ def test_random_schedules_whose_fetches_are_stopped(site: Site, monkeypatch: pyt
             return decided
         return Verdict.WAIT if wait.stopped or chance.random() < 0.5 else Verdict.STOP
 
-    def claimed(self: RequestState, answer: Claim) -> None:
+    def claimed(self: RequestState, answer: Claim, this_pass: Pass) -> None:
         seen["loads of stopped fetches"] += self.handle is not None and self.handle.stopped
-        claim(self, answer)
+        claim(self, answer, this_pass)
 
     monkeypatch.setattr(WaitPolicy, "verdict", stopped)
     monkeypatch.setattr(WaitPolicy, "cost_ns", lambda self, blocks, load: 1e6 * blocks)  # else a stop knows its cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +24,22 @@ TRANSITIONS = {
 
 def check(side: SchedulerSide) -> None:
     """Raise AssertionError where a request is in no legal state."""
+    from kvprefetch.connector.request_state import Phase
+
     for state in side.requests.values():
         check_state(state)
-    assert side.answered == {name for name, state in side.requests.items() if state.answer is not None}
+    phases = Counter(state.phase for state in side.requests.values())
+    assert side.counts[: Phase.ENDED] == [phases[phase] for phase in Phase if phase < Phase.ENDED]
 
 
 def check_state(state: RequestState) -> None:
     """Raise AssertionError unless the fields form a row of request_state.py's table."""
-    assert state.answer is None or state.handle is not None, state
-    if state.settled or state.loading:
-        assert state.handle is None, state
-        assert state.wait is None, state
+    from kvprefetch.connector.request_state import Phase
+
+    assert (state.answer is not None) == (state.phase == Phase.ANSWERED), state
+    assert state.handle is None or state.phase in (Phase.QUEUED, Phase.ANSWERED), state
+    assert state.handle is not None or state.answer is None, state
+    assert state.wait is None or state.phase <= Phase.ANSWERED, state
 
 
 def held(side: SchedulerSide) -> list[str]:
@@ -41,7 +47,6 @@ def held(side: SchedulerSide) -> list[str]:
     found: dict[str, Collection[Any]] = {
         "requests": side.requests,
         "early hints": side.early.waiting,
-        "requests with unsaved blocks": side.saves.unsaved,
         "loads": side.loads.running,
         "saves": side.saves.waiting,
     }
