@@ -43,7 +43,7 @@ from .fakes import fails_with
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 39
+COUNT = 40
 Patch = pytest.MonkeyPatch
 
 
