@@ -58,7 +58,7 @@ class ConnectorConfig(BaseModel):
     load_mode: Literal["auto", "sync", "async"] = Field(
         default="auto",
         description="sync: copy before the forward; async: beside it; auto: by size and by how busy the engine is. "
-        "With a LoRA adapter always sync",
+        "With a LoRA adapter sync, or async where steps overlap",
     )
     sync_load_max_bytes: int = Field(
         default=32 << 20,
