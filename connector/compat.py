@@ -87,6 +87,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "blocks get_block_ids()",
     "vllm.v1.core.kv_cache_manager.KVCacheManager": "block_pool evict_blocks(ids) get_computed_blocks(request)",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash block_id",
+    "vllm.v1.core.sched.scheduler": "Scheduler",
     "vllm.v1.core.sched.output.KVConnectorBlockState": "boundary_state_offloads get_block_ids(request_id)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens"
     " total_num_scheduled_tokens",
@@ -134,6 +135,18 @@ def hands_over_early() -> bool:
     spec = find_spec("vllm")
     source = None if spec is None or spec.origin is None else Path(spec.origin).with_name("v1") / "engine" / "core.py"
     return source is not None and source.is_file() and "def preprocess_add_request(" in source.read_text()
+
+
+def frees_behind_steps() -> bool:
+    """Whether a scheduler that runs ahead gives blocks back only behind the steps in flight, which may use them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_request_blocks_can_be_freed")
+
+
+def changes_blocks(output: Any) -> bool:
+    """Whether the workers clear or copy blocks at the begin of this step: what is loaded before that would be lost."""
+    return any(getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies"))
 
 
 def ray_reports_all_stages() -> bool:

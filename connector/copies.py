@@ -3,6 +3,8 @@
 On a GPU synchronous loads and all saves run on the compute stream, torch's current one: before the forward that reads
 the blocks, behind the forward that wrote them.  Asynchronous loads run beside it on their own stream, which waits for
 the compute stream's work up to the begin of the step: earlier steps may still use their blocks, this one does not.
+Where no step in flight uses the blocks of synchronous loads, these run on a third stream while the step before runs
+(`overlap`), and the compute stream waits for them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class PlainCopies:
     def mark(self) -> None:
         """A step with asynchronous loads begins."""
 
-    def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
+    def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False, overlap: bool = False) -> Any:
         """Start copies. Return a fence with a `query()` that is true once they are done; None when they are.
 
         After an error any of them may be undone, and none goes on.
@@ -84,6 +86,7 @@ class TorchStreams:
         # Higher priority than torch's own stream: its few blocks of threads do not wait for all those of the forward,
         # and it shares no hardware queue with the compute stream, where it would stand behind the forward's events.
         self.side = torch.cuda.Stream(device, priority=-1)
+        self.overlap = torch.cuda.Stream(device, priority=-1)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device.index)  # quicker than by the device, by a microsecond
@@ -119,8 +122,8 @@ class CudaCopies(PlainCopies):
         self._mark = self._streams.event()
         self._mark.record(self._streams.current())
 
-    def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False) -> Any:
-        stream = self._streams.current()
+    def run(self, copies: Sequence[Copy], *, save: bool = False, beside: bool = False, overlap: bool = False) -> Any:
+        stream = self._streams.overlap if overlap else self._streams.current()
         if beside:
             if self._mark is None:
                 self.mark()
@@ -129,9 +132,11 @@ class CudaCopies(PlainCopies):
             self._mark = None
         try:
             for copy in _by_epoch(copies):
-                self._copy(copy, stream, save=save, beside=beside)
+                self._copy(copy, stream, save=save, beside=beside or overlap)
             fence = self._streams.event()
             fence.record(stream)
+            if overlap:
+                self._streams.current().wait_event(fence)
         except BaseException:
             stream.synchronize()  # no queued copy may outlast the answer that it failed
             raise

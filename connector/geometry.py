@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from . import groups
+from . import compat, groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +37,8 @@ class Geometry:
     overlapping: bool = False
     # Its scheduler is a step ahead of the device, by asynchronous scheduling.
     ahead: bool = False
+    # No step in flight uses blocks that vLLM gives to a request: windows give blocks back at once.
+    fenced_blocks: bool = False
     retention: int | None = None
 
     @property
@@ -73,6 +75,7 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
         overlapping=ahead or stages > 1,
         ahead=ahead and stages == 1,
+        fenced_blocks=len(rules) == 1 and compat.frees_behind_steps(),
         retention=kv_cache_config.prefix_cache_retention_interval,
     )
 

@@ -81,12 +81,16 @@ class RankWeights(NamedTuple):
 
 @dataclass
 class KVPrefetchMetadata(KVConnectorMetadata):
-    """One step's work. `live_epochs`: the epochs that load orders of this step or a later one may name."""
+    """One step's work. `live_epochs`: the epochs that load orders of this step or a later one may name.
+
+    `overlap`: its synchronous loads may be copied while the step before it runs.
+    """
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     live_epochs: tuple[int, ...] = ()
     weights: OfReset = field(default_factory=OfReset)
+    overlap: bool = False
 
 
 @dataclass

@@ -97,7 +97,10 @@ class SchedulerSide:
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self.slack = self.claims.slack = Slack(
-            self.steps, self.requests, allowed=geometry.ahead and not geometry.lockstep
+            self.steps,
+            self.requests,
+            allowed=geometry.ahead and not geometry.lockstep,
+            overlap=geometry.fenced_blocks,
         )
         self.reported = self.claims.reported = Reported(self.steps, overlapping=geometry.overlapping)
         early = geometry.loads and config.hint_on_arrival
@@ -290,7 +293,8 @@ class SchedulerSide:
         weights = self.resets.step._replace(computes=bool(output.num_scheduled_tokens))
         if (orders := self.loads.take_orders()) or weights.computes:
             self.reported.begins()
-        return KVPrefetchMetadata(orders, live_epochs=self.live_epochs(), weights=weights)
+        overlap = bool(orders) and self.slack.overlaps(output)
+        return KVPrefetchMetadata(orders, live_epochs=self.live_epochs(), weights=weights, overlap=overlap)
 
     def live_epochs(self) -> tuple[int, ...]:
         """The epochs that load orders name, or may name from now on.

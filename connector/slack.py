@@ -11,7 +11,9 @@ machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and twice
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from . import compat
 from .request_state import SAVING, RequestState
 from .steps import StepTimes
 
@@ -21,10 +23,15 @@ PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
 
 
 class Slack:
-    """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage."""
+    """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage.
 
-    def __init__(self, steps: StepTimes, requests: Mapping[str, RequestState], *, allowed: bool) -> None:
-        self._steps, self._requests, self.allowed = steps, requests, allowed
+    `overlap`: see `Geometry.fenced_blocks`.
+    """
+
+    def __init__(
+        self, steps: StepTimes, requests: Mapping[str, RequestState], *, allowed: bool, overlap: bool = False
+    ) -> None:
+        self._steps, self._requests, self.allowed, self._overlap = steps, requests, allowed, overlap
         self._expected: tuple[float, float] | None = (
             None  # of a pass that waited: ends of its wait, of the step under way
         )
@@ -44,6 +51,11 @@ class Slack:
         if any(each.phase >= SAVING and each.request.use_structured_output for each in self._requests.values()):
             return 0.0
         return began_ns + SHARE * duration_ns - LAUNCH_NS
+
+    def overlaps(self, output: Any) -> bool:
+        """Whether the loads of this pass, whose vLLM output this is, may be copied while the step under way runs."""
+        ahead = self._overlap and self.allowed and self._steps.under_way()[0] > 0
+        return ahead and not compat.changes_blocks(output)
 
     def waited(self, until_ns: float) -> None:
         """This pass did wait, at most until then."""

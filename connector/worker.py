@@ -65,9 +65,18 @@ class WorkerSide:
         orders, meta.loads = meta.loads, []  # the metadata may be shown again in the same step
         for asynchronous in (False, True):
             if chosen := [order for order in orders if order.asynchronous is asynchronous]:
-                self._load(chosen, asynchronous, hold=self.updates.hold(meta.weights))
+                hold, overlap = self.updates.hold(meta.weights), meta.overlap and not asynchronous
+                self._load(chosen, asynchronous, hold=hold, overlap=overlap and not self._being_saved(chosen))
 
-    def _load(self, orders: list[LoadOrder], asynchronous: bool, *, hold: bool) -> None:
+    def _being_saved(self, orders: list[LoadOrder]) -> bool:
+        """Whether a save of an earlier step may still read any of these blocks, which vLLM gave to another request."""
+        saves = [
+            each for each in self._running if each.report.saves and each.fence is not None and not each.fence.query()
+        ]
+        read = {block for batch in saves for copy in batch.copies for block in copy.block_ids}
+        return bool(read) and not all(read.isdisjoint(order.block_ids) for order in orders)
+
+    def _load(self, orders: list[LoadOrder], asynchronous: bool, *, hold: bool, overlap: bool) -> None:
         batch = _Batch(KVPrefetchWorkerMeta(loads=dict.fromkeys([order.load_id for order in orders], 1)))
         if asynchronous:
             batch.received = [order.request_id for order in orders]
@@ -88,7 +97,7 @@ class WorkerSide:
                 self._load_failed(batch, order, error)
         try:
             if good:
-                batch.fence = self.copies.run(batch.copies, beside=asynchronous)
+                batch.fence = self.copies.run(batch.copies, beside=asynchronous, overlap=overlap)
                 self._count_loads(batch.copies)
         except Exception as error:
             for order in good:

@@ -164,6 +164,19 @@ def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
     assert slack.until_ns(state) == 1200 * MS + SHARE * steps.decode_ns - LAUNCH_NS
 
 
+def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied() -> None:
+    steps = StepTimes()
+    slack = Slack(steps, {}, allowed=True, overlap=True)
+    steps.decode_ns = 50.0 * MS
+    assert not slack.overlaps(SimpleNamespace())
+    steps.began(1000 * MS, 0, executed=True)
+    assert slack.overlaps(SimpleNamespace(new_block_ids_to_zero=None))
+    assert not slack.overlaps(SimpleNamespace(new_block_ids_to_zero=[3]))
+    assert not slack.overlaps(SimpleNamespace(kv_cache_block_copies=[(1, 2)]))
+    for not_now in (Slack(steps, {}, allowed=True), Slack(steps, {}, allowed=False, overlap=True)):
+        assert not not_now.overlaps(SimpleNamespace())
+
+
 LATE = {
     "the wait was over late": {"after_ms": 8.0, "left_ms": 20.0},
     "the step under way had ended": {"after_ms": 1.0, "left_ms": 1.0},

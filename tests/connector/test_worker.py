@@ -198,8 +198,8 @@ class Recorder(PlainCopies):
     def mark(self) -> None:
         self.calls.append(("mark",))
 
-    def run(self, copies: Any, *, save: bool = False, beside: bool = False) -> Any:
-        self.calls.append(("save" if save else "load", beside, len(copies)))
+    def run(self, copies: Any, *, save: bool = False, beside: bool = False, overlap: bool = False) -> Any:
+        self.calls.append(("save" if save else "load", "overlap" if overlap else beside, len(copies)))
         return super().run(copies, save=save, beside=beside)
 
 
@@ -220,6 +220,22 @@ def test_a_steps_loads_of_a_kind_are_started_together(monkeypatch: pytest.Monkey
     worker.save(meta)
     assert calls == [("mark",), ("load", False, 3), ("load", True, 2), ("save", False, 2)]
     assert worker.received() == {"r1", "r3"}
+
+
+def test_loads_overlap_the_step_before_unless_a_save_still_reads_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may give the blocks of a request that has ended to another one while they are being saved."""
+    worker, _, _, paged = make()
+    calls, saved = recording(worker, paged, monkeypatch), [False]
+    meta = KVPrefetchMetadata(loads=[load(1, asynchronous=True), load(2, blocks=(1,))], overlap=True)
+    worker.load(meta)
+    monkeypatch.setattr(paged, "fence", lambda: SimpleNamespace(query=lambda: saved[0]))
+    worker.save(KVPrefetchMetadata(saves=[SaveOrder(9, EPOCH, [4], [2])]))
+    for blocks in ((3,), (4,), (3, 4)):
+        worker.load(KVPrefetchMetadata(loads=[load(3, blocks=blocks)], overlap=True))
+    saved[0] = True
+    worker.load(KVPrefetchMetadata(loads=[load(4, blocks=(4,))], overlap=True))
+    loads = [kind for what, kind, _ in calls if what == "load"]
+    assert loads == ["overlap", True, "overlap", False, False, "overlap"]
 
 
 def test_copies_that_cannot_be_started_fail_all_their_orders(monkeypatch: pytest.MonkeyPatch) -> None:

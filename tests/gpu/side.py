@@ -39,6 +39,10 @@ class GpuSide:
     def busy(self) -> Callable[[], bool]:
         """Keep the compute stream busy for a while; the result says whether it still is."""
         torch.cuda._sleep(BUSY_CYCLES)
+        return self.queued()
+
+    def queued(self) -> Callable[[], bool]:
+        """Return what says whether the compute stream still works at what is queued by now."""
         event = torch.cuda.Event()
         event.record()
         return lambda: not event.query()
@@ -80,6 +84,9 @@ class FakeSide:
 
     def busy(self) -> Callable[[], bool]:
         self.device.call("launchHostFunc", 0, lambda _: time.sleep(BUSY_S), 0)
+        return self.queued()
+
+    def queued(self) -> Callable[[], bool]:
         event = self._streams.event()
         event.record(self._streams.compute)
         return lambda: not event.query()

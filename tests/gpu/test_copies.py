@@ -79,11 +79,11 @@ class World:
     def wait_until_pinned(self) -> None:
         eventually(lambda: self.device_cache.pinned >= HOST, 30, "pinned slots")
 
-    def load(self, slots: list[int], blocks: list[int], *, beside: bool = False) -> Any:
+    def load(self, slots: list[int], blocks: list[int], **how: bool) -> Any:
         """On the GPU; and what should come of it, on the CPU."""
         everything = np.concatenate([self.rows, self.near])
         self.on_cpu.load(everything, slots, blocks)
-        return self.copies.run([checked(self.paged, self.epoch, slots, blocks)], beside=beside)
+        return self.copies.run([checked(self.paged, self.epoch, slots, blocks)], **how)
 
     def save(self, slots: list[int], blocks: list[int]) -> None:
         expected = self.rows.copy()
@@ -186,6 +186,19 @@ def test_asynchronous_loads_run_while_the_forward_runs(world: World) -> None:
         assert is_busy()
         world.load([2], [5 + turn], beside=True).synchronize()
         assert not is_busy(), "without a mark of its step behind everything on the compute stream"
+        world.assert_equal()
+
+
+def test_loads_that_overlap_run_during_the_step_before_and_are_waited_for(world: World) -> None:
+    is_busy = world.on.busy()
+    world.load([1, HOST], [3, 4], overlap=True).synchronize()
+    assert is_busy()
+    world.assert_equal()
+    for turn in range(9):
+        fence = world.load([turn], [5 + turn], overlap=True)
+        is_busy = world.on.queued()
+        eventually(lambda: not is_busy(), 30, "the compute stream's work")  # noqa: B023
+        assert fence.query(), "the step behind the load did not wait for it"
         world.assert_equal()
 
 

@@ -61,6 +61,7 @@ class Oracle:
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, Save] = {}
         self._receiving: Counter[str] = Counter()
+        self._used: list[tuple[Any, set[int]]] = []
         for rank in workers.ranks:
             worker = rank.connector.worker_side
             worker.copies = _Watched(worker.paged, rank.number, self)
@@ -74,6 +75,7 @@ class Oracle:
             for i, digest in enumerate(request.block_hashes):
                 self.tokens.setdefault(bytes(digest), tokens[: (i + 1) * self.groups.hash_tokens])
         scheduler_checks.check(self._side)
+        self._overlapping(output)
         everyone = {rank.number for rank in self._workers.ranks}
         for order in output.kv_connector_metadata.loads:
             request = self._scheduler.requests[order.request_id]
@@ -90,6 +92,17 @@ class Oracle:
             save = self._side.saves.waiting[order.save_id]
             ranks = {rank for rank in everyone if any(self._share(rank, order.slots))}
             self._saves[order.save_id] = Save(order, self._content_to_save(order, save.names), ranks)
+
+    def _overlapping(self, output: Any) -> None:
+        """Loads that may run during a step in flight fill none of its requests' blocks."""
+        self._used = [used for used in self._used if any(step.output is used[0] for step in self._workers.steps)]
+        if output.kv_connector_metadata.overlap:
+            self.counts["overlaps"] += 1
+            filled = {block for order in output.kv_connector_metadata.loads for block in order.block_ids}
+            if any(filled & blocks for _, blocks in self._used):
+                self.wrong.append(f"an overlapping load fills blocks of a step in flight: {sorted(filled)}")
+        tables = map(self._scheduler.kv_cache_manager.get_block_ids, output.num_scheduled_tokens)
+        self._used.append((output, {block for groups in tables for table in groups for block in table}))
 
     def _content_to_save(self, order: Any, names: Sequence[bytes]) -> list[Content]:
         """The saved blocks by their names, which must be hashes of tokens that exist."""
@@ -231,7 +244,8 @@ class _Watched:
 
     def mark(self) -> None: ...
 
-    def run(self, copies: Sequence[Any], *, save: bool = False, beside: bool = False) -> _Fence:
+    def run(self, copies: Sequence[Any], *, save: bool = False, beside: bool = False, overlap: bool = False) -> _Fence:
+        del overlap  # of blocks that no step in flight uses, so it is as if it came behind that
         queued = self._saves(copies) if save else self._loads(copies)
         if not save and not beside:
             while queued:

@@ -16,11 +16,13 @@ import pytest
 from hypothesis.errors import FlakyFailure
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from kvprefetch.connector import loads, request_state, saves
+from kvprefetch.connector import compat, loads, request_state, saves
 from kvprefetch.connector.namespace import RankKeys
 from kvprefetch.connector.prefix_cache import PrefixCache
 from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.slack import Slack
 from kvprefetch.connector.updates import Updates
 from kvprefetch.connector.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
@@ -83,6 +85,16 @@ def test_placeholders_counted_as_tokens_are_found(site: Site, monkeypatch: pytes
 
     monkeypatch.setattr(saves.Saves, "plan", counting)
     finds(site, "before its tokens exist", queue=2, decode=True)
+
+
+@pytest.mark.stress
+def test_blocks_given_away_while_a_step_in_flight_uses_them_are_found(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads are copied while that step runs: vLLM defers the end of such blocks where there is a connector."""
+    monkeypatch.setattr(Slack, "overlaps", lambda self, output: self.allowed and not compat.changes_blocks(output))
+    monkeypatch.setattr(AsyncScheduler, "_request_blocks_can_be_freed", lambda self, request: True)
+    finds(site, "an overlapping load fills blocks of a step in flight", queue=2)
 
 
 @pytest.mark.stress

@@ -135,8 +135,18 @@ class Timeline:
         self.copy_ns = 0
         """Of synchronous copies, which lengthen their steps."""
 
-    def launch(self, prefill_tokens: int, decode_tokens: int, copy_bytes: int = 0, *, goes_on: bool = False) -> int:
+    def launch(
+        self,
+        prefill_tokens: int,
+        decode_tokens: int,
+        copy_bytes: int = 0,
+        *,
+        goes_on: bool = False,
+        overlap: bool = False,
+    ) -> int:
         """Launch a step; return when it ends. `copy_bytes` are copied before it, on the same stream.
+
+        `overlap`: they are copied on a stream of their own, from now on, and the step waits for them.
 
         `goes_on`: requests of the step before are in it, so the device should not have had to wait. An output token
         says as much.
@@ -146,6 +156,8 @@ class Timeline:
             self.late_launches += 1
             self.idle_ns += now_ns - self._free_ns
         copied_ns = self._preset.copy_ns(copy_bytes)
+        if overlap:
+            copied_ns = max(0, self.copy(copy_bytes) - max(now_ns, self._free_ns))
         self.steps += 1
         self.copy_ns += copied_ns
         step_ns = self._preset.step_ns(prefill_tokens, decode_tokens)

@@ -297,7 +297,8 @@ class Runner:
             return 0
         prefill = sum(max(0, min(each.start + each.count, each.request.prompt) - each.start) for each in plan.work)
         copied = plan.copied_bytes if output.has_sync_kv_loads else 0
-        return self.timeline.launch(prefill, output.total_num_scheduled_tokens - prefill, copied)
+        overlap = getattr(output.kv_connector_metadata, "overlap", False)
+        return self.timeline.launch(prefill, output.total_num_scheduled_tokens - prefill, copied, overlap=overlap)
 
     @staticmethod
     def _agree(plan: Plan) -> None:

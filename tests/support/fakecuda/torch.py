@@ -64,8 +64,8 @@ class FakeStreams:
     def __init__(self, device: Device, *, at_once: bool = False) -> None:
         self.device, self._at_once = device, at_once
         self.compute = Stream(device, 0)
-        self._side = device.stream()
-        self.side = Stream(device, self._side.pointer)
+        self._made = [device.stream(), device.stream()]
+        self.side, self.overlap = (Stream(device, each.pointer) for each in self._made)
         self._events: list[Event] = []
         self._memories: list[SharedMemory] = []
 
@@ -92,7 +92,7 @@ class FakeStreams:
         return torch.from_numpy(array(self._memories[-1].address, size))
 
     def synchronize(self) -> None:
-        for stream in (self.compute, self.side):
+        for stream in (self.compute, self.side, self.overlap):
             stream.synchronize()
 
     def close(self) -> None:
@@ -100,7 +100,8 @@ class FakeStreams:
         self.synchronize()
         for event in self._events:
             self.device.call("eventDestroy", event.pointer)
-        self._side.close()
+        for stream in self._made:
+            stream.close()
         for memory in self._memories:
             memory.close()
 
