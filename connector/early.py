@@ -102,7 +102,7 @@ class EarlyHints:
 
     def forget(self, epoch: SchedulerEpoch | None, now_ns: int) -> None:
         """Give back the hints of requests that the scheduler has not got in time."""
-        for request, early in list(self.waiting.items()):
+        for request, early in self.waiting.copy().items():  # a copy runs no Python: the other thread may enter one
             if now_ns - early.hinted_ns > ADOPTED_WITHIN_NS:
                 del self.waiting[request]
                 if early.handle.epoch is epoch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -151,6 +152,30 @@ def test_one_that_the_daemon_has_ended_by_its_own_deadline_is_hinted_at_again() 
     engine.daemon.beat()
     engine.step()
     assert engine.daemon.flags.flag(flag).state == FlagState.FREE
+
+
+def test_a_hint_that_comes_while_others_are_looked_at_ends_no_step() -> None:
+    """Python may collect garbage, and so run another thread, wherever it makes an object."""
+    engine = Engine()
+    for number in range(4):
+        come(engine, f"r{number}")
+    late = iter(range(8))
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and (number := next(late, None)) is not None:
+            come(engine, f"late{number}")
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    try:
+        for _ in range(8):  # the next object that Python makes
+            gc.set_threshold(1)
+            engine.side.early.forget(engine.link.epoch, engine.clock())
+            gc.set_threshold(*before)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert next(late, None) is None, "none came in between"
 
 
 def test_an_id_that_is_used_again_has_a_hint_for_each_request() -> None:
