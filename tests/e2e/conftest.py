@@ -236,10 +236,11 @@ def abort_every_other(
         assert request.tokens == right[request.index]
 
 
-def preempted_and_aborted(site: Site, plain: Engine, prompts: list[list[int]], max_tokens: int, **options: Any) -> None:
-    """With a KV pool too small for its answers, and aborted requests, an engine's tokens are those of the plain one."""
-    right = plain.run(prompts, max_tokens=max_tokens).tokens
-    engine = site.engine(extra={"cache_prefix": "preempted"}, num_gpu_blocks=28, max_model_len=384, **options)
+def preempted_and_aborted(site: Site, prompts: list[list[int]], max_tokens: int, layout: str) -> None:
+    """With a KV pool too small for its answers, and aborted requests, an engine of the bed has the right tokens."""
+    right = answers(prompts, max_tokens)
+    sizes: dict[str, Any] = {"num_gpu_blocks": 28, "max_model_len": 384}
+    engine = site.bed(layout=layout, extra={"cache_prefix": f"preempted-{layout}"}, **sizes)
     engine.call("tests.e2e.probes:count_preemptions")
     assert engine.run(prompts, max_tokens=max_tokens).tokens == right
     for steps in range(3):
@@ -277,19 +278,13 @@ def whole_blocks(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
-def loaded_on_two_ranks(
-    site: Site, engines: Callable[..., Engine], model: Path, prompts: list[list[int]], **options: Any
-) -> None:
-    """With two tensor-parallel ranks loaded tokens are those of a plain engine of one."""
-    options |= {"model": model}
-    plain = engines(EngineSpec(**options))
-    right = plain.run(prompts).tokens
-    plain.stop()
-    engine = site.engine(extra={"cache_prefix": "two ranks"}, tensor_parallel_size=2, **options)
+def loaded_on_two_ranks(site: Site, prompts: list[list[int]], layout: str) -> None:
+    """Each of two tensor-parallel ranks loads its own bytes: a wrong block on either makes both their tokens wrong."""
+    engine = site.bed(layout=layout, extra={"cache_prefix": f"ranks-{layout}"}, tensor_parallel=2)
     assert engine.call("tests.e2e.probes:workers_found") == [True, True]
-    assert engine.run(prompts).tokens == right
+    assert engine.run(prompts).tokens == answers(prompts)
     site.fresh(engine)
-    served(engine.run(prompts), right, hits(prompts))
+    served(engine.run(prompts), answers(prompts), hits(prompts))
     site.assert_idle()
     engine.stop()
 

@@ -11,6 +11,7 @@ import vllm
 from tests.e2e.conftest import (
     BLOCK,
     Site,
+    answers,
     each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
     fingerprint,
@@ -55,45 +56,25 @@ def test_loaded_tokens_equal_recomputed_ones_beside_local_hits(site: Site, gemma
 
 
 @pytest.mark.shows("warmed prompts", "full attention and sliding windows")
-def test_a_warmed_prompt_is_a_hit_at_once(site: Site, gemma: Path, reference: Engine, tmp_path: Path) -> None:
-    engine = site.engine(model=gemma, extra={"cache_prefix": "warm groups"})
-    warmed_prompts_are_hits(site, engine, PROMPTS, reference.run(PROMPTS).tokens, tmp_path / "prompts.jsonl")
+def test_a_warmed_prompt_is_a_hit_at_once(site: Site, tmp_path: Path) -> None:
+    engine = site.bed(layout="windows", extra={"cache_prefix": "warm groups"})
+    warmed_prompts_are_hits(site, engine, PROMPTS, answers(PROMPTS), tmp_path / "prompts.jsonl")
     engine.stop()
 
 
-@pytest.mark.stress  # as test_saving, whose preempted requests are in the default run
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(
-            make_gemma3,
-            marks=[
-                pytest.mark.shows("aborts", "full attention and sliding windows"),
-                pytest.mark.shows("preemption", "full attention and sliding windows"),
-            ],
-        ),
-        pytest.param(
-            make_llama4,
-            marks=[
-                pytest.mark.shows("aborts", "full attention and chunks"),
-                pytest.mark.shows("preemption", "full attention and chunks"),
-            ],
-        ),
-    ],
-)
-def test_under_preemption_and_with_aborted_requests(
-    site: Site, make: Callable[[Path], Path], tmp_path: Path, engines: Callable[..., Engine]
-) -> None:
-    model = make(tmp_path / "model")
-    plain = engines(EngineSpec(model=model))
-    preempted_and_aborted(site, plain, [prompt[:200] for prompt in PROMPTS], 160, model=model)
-    plain.stop()
+@pytest.mark.shows("aborts", "full attention and sliding windows")
+@pytest.mark.shows("preemption", "full attention and sliding windows")
+@pytest.mark.shows("aborts", "full attention and chunks")
+@pytest.mark.shows("preemption", "full attention and chunks")
+@pytest.mark.parametrize("layout", ["windows", "chunks"])
+def test_under_preemption_and_with_aborted_requests(site: Site, layout: str) -> None:
+    preempted_and_aborted(site, [prompt[:200] for prompt in PROMPTS], 160, layout)
 
 
 @pytest.mark.shows("loads that fail", "full attention and sliding windows")
-def test_requests_whose_loads_failed_are_recomputed(site: Site, gemma: Path, reference: Engine) -> None:
-    engine = site.engine(model=gemma, extra={"cache_prefix": "failing groups"})
-    failed_loads_are_recomputed(site, engine, PROMPTS, reference.run(PROMPTS).tokens)
+def test_requests_whose_loads_failed_are_recomputed(site: Site) -> None:
+    engine = site.bed(layout="windows", extra={"cache_prefix": "failing groups"})
+    failed_loads_are_recomputed(site, engine, PROMPTS, answers(PROMPTS))
     engine.stop()
 
 
@@ -137,11 +118,10 @@ def test_with_a_drafter_tokens_are_right_and_each_connector_reads_what_the_other
     mine.stop()
 
 
-@pytest.mark.stress
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and sliding windows")
-@needs_cxx
-def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
-    loaded_on_two_ranks(site, engines, make_gemma3(tmp_path / "gemma3", kv_heads=2), PROMPTS)
+def test_on_two_ranks(site: Site) -> None:
+    """Both hold the one head."""
+    loaded_on_two_ranks(site, PROMPTS, "windows")
 
 
 @needs_cxx

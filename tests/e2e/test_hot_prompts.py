@@ -14,7 +14,6 @@ from tests.lab import control
 from tests.lab.connectors import upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.waiting import eventually
@@ -57,22 +56,20 @@ def lost_while_idle_and_used_again(
 
 @pytest.mark.parametrize("again", [PROMPTS, LONGER], ids=["all local", "hinted"])
 def test_what_the_store_lost_is_stored_again_after_one_use(here: Site, store: Store, again: list[list[int]]) -> None:
-    engine = here.engine(extra={"cache_prefix": f"lost-{len(again[0])}"})
+    engine = here.bed(extra={"cache_prefix": f"lost-{len(again[0])}"})
     lost_while_idle_and_used_again(here, store, engine, lambda _: True, again)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("group", [0, 1])
-def test_of_two_groups_one_s_blocks_are_stored_again(here: Site, store: Store, tmp_path: Path, group: int) -> None:
-    model = make_gemma3(tmp_path / "gemma3")
-    engine = here.engine(model=model, extra={"cache_prefix": f"groups-{group}"})
+def test_of_two_groups_one_s_blocks_are_stored_again(here: Site, store: Store, group: int) -> None:
+    engine = here.bed(layout="windows", extra={"cache_prefix": f"groups-{group}"})
     lost_while_idle_and_used_again(here, store, engine, lambda name: f"@group:{group}" in name, PROMPTS)
 
 
 @pytest.mark.stress
-def test_of_two_ranks_one_s_part_is_stored_again(here: Site, store: Store, tmp_path: Path) -> None:
-    model = make_gemma3(tmp_path / "gemma3", kv_heads=2)
-    engine = here.engine(model=model, extra={"cache_prefix": "ranks"}, tensor_parallel_size=2)
+def test_of_two_ranks_one_s_part_is_stored_again(here: Site, store: Store) -> None:
+    engine = here.bed(layout="two heads", extra={"cache_prefix": "ranks"}, tensor_parallel=2)
     lost_while_idle_and_used_again(here, store, engine, lambda name: "@tp_rank:1" in name, PROMPTS)
 
 

@@ -98,6 +98,7 @@ def test_a_killed_engine_leaves_nothing_and_others_go_on(at: At, victim: str) ->
         site = at(daemon)
         survivor = site.bed()
         survivor.run(PROMPTS)
+        site.assert_idle()
         doomed = site.bed(own_worker=True)
         doomed.begin(PROMPTS, max_tokens=200)
         doomed.wait_event("first_token")

@@ -16,6 +16,7 @@ from tests.e2e.conftest import (
     PATIENT,
     At,
     Site,
+    answers,
     each_reads_what_the_other_wrote,
     failed_loads_are_recomputed,
     hits,
@@ -34,7 +35,6 @@ from tests.lab.process import frozen
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
-from tests.support.compiler import needs_cxx
 
 pytestmark = pytest.mark.skipif(
     vllm.__version__.startswith("0.31."), reason="vLLM 0.31's CPU build does not run this model"
@@ -47,7 +47,6 @@ LONG = [prompt + more for prompt, more in zip(PROMPTS, make_prompts(4, 308, seed
 OTHERS = make_prompts(20, 300, seed=101)
 # Of these prompts no step has a block's end inside it (see make_granite).
 STEP: Any = {"max_num_batched_tokens": BLOCK + 8}
-WITHOUT_CHECKPOINTS = "tests.lab.hybrid:without_checkpoints_inside_a_step"
 # A transfer whose peer stood still may wait inside Mooncake for up to 60 s; its slots come back with it.
 DEAD_PEER_S = 75.0
 
@@ -130,21 +129,16 @@ def test_a_lost_page_of_a_state_is_found_and_zeros_of_its_padding_are_right(
         assert daemon.sigterm(60) == 0
 
 
-@pytest.mark.stress  # as test_saving, whose preempted requests are in the default run
 @pytest.mark.shows("aborts", "full attention and Mamba")
 @pytest.mark.shows("preemption", "full attention and Mamba")
-def test_under_preemption_and_with_aborted_requests(site: Site, granite: Path, reference: Engine) -> None:
-    """Checkpoints inside a step are off: a preempted request's last step may have a block's end inside it."""
-    prompts = [prompt[:204] for prompt in PROMPTS]
-    preempted_and_aborted(site, reference, prompts, 100, model=granite, prepare=WITHOUT_CHECKPOINTS)
+def test_under_preemption_and_with_aborted_requests(site: Site) -> None:
+    preempted_and_aborted(site, [prompt[:204] for prompt in PROMPTS], 100, "states")
 
 
-@pytest.mark.stress  # as test_groups, in the default run
 @pytest.mark.shows("loads that fail", "full attention and Mamba")
-def test_requests_whose_loads_failed_are_recomputed(site: Site, granite: Path, reference: Engine) -> None:
-    right = reference.run(PROMPTS).tokens
-    engine = site.engine(model=granite, extra={"cache_prefix": "failing"}, **STEP)
-    failed_loads_are_recomputed(site, engine, PROMPTS, right)
+def test_requests_whose_loads_failed_are_recomputed(site: Site) -> None:
+    engine = site.bed(layout="states", extra={"cache_prefix": "failing"})
+    failed_loads_are_recomputed(site, engine, PROMPTS, answers(PROMPTS))
     engine.stop()
 
 
@@ -180,13 +174,9 @@ def test_a_store_that_hangs_or_dies_costs_no_tokens(
         pair.engine.stop()
 
 
-@pytest.mark.stress
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and Mamba")
-@needs_cxx
-def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(
-    site: Site, engines: Callable[..., Engine], tmp_path: Path
-) -> None:
-    loaded_on_two_ranks(site, engines, make_granite(tmp_path / "granite", kv_heads=1), PROMPTS, **STEP)
+def test_on_two_ranks_that_hold_the_same_head_and_unlike_states(site: Site) -> None:
+    loaded_on_two_ranks(site, PROMPTS, "states")
 
 
 @pytest.mark.stress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tests.daemon.cli.test_mode import switch
 from tests.e2e.conftest import (
     BLOCK,
     Site,
+    answers,
     hits,
     loaded_on_two_ranks,
     saved_then_loaded,
@@ -19,19 +19,12 @@ from tests.e2e.conftest import (
     warmed_prompts_are_hits,
     whole_blocks,
 )
-from tests.lab.checkpoint import TINY_TP2, make_checkpoint
 from tests.lab.connectors import multi, ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.prompts import make_prompts
-from tests.support.compiler import needs_cxx
 
 PROMPTS = make_prompts(6, 300, seed=1)
-
-
-@pytest.fixture(scope="module")
-def right(plain: Engine) -> list[list[int]]:
-    """The tokens of the plain engine."""
-    return plain.run(PROMPTS).tokens
+RIGHT = answers(PROMPTS)
 
 
 def counters(engine: Engine) -> dict[str, int]:
@@ -54,17 +47,17 @@ def test_loaded_tokens_equal_recomputed_ones(site: Site, plain: Engine, load_mod
 
 @pytest.mark.stress  # as test_groups, in the default run; tests/daemon/cli/test_prefetch.py has one group, without vLLM
 @pytest.mark.shows("warmed prompts")
-def test_a_warmed_prompt_is_a_hit_at_once(site: Site, right: list[list[int]], tmp_path: Path) -> None:
-    engine = site.engine(extra={"cache_prefix": "warm"})
-    counts = warmed_prompts_are_hits(site, engine, PROMPTS, right, tmp_path / "prompts.jsonl")
+def test_a_warmed_prompt_is_a_hit_at_once(site: Site, tmp_path: Path) -> None:
+    engine = site.bed(extra={"cache_prefix": "warm"})
+    counts = warmed_prompts_are_hits(site, engine, PROMPTS, RIGHT, tmp_path / "prompts.jsonl")
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
     assert (counts["asked"], counts["fetched"]) == (blocks, blocks)
     engine.stop()
 
 
-def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site, right: list[list[int]]) -> None:
-    """`fetch: false` is a miss without a hint, and `max_load_tokens` caps a load; the tokens are right either way."""
-    engine = site.engine(extra={"cache_prefix": "own hints"})
+def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site) -> None:
+    """`fetch: false` is a miss without a hint, and `max_load_tokens` caps a load; the tokens are RIGHT either way."""
+    engine = site.bed(extra={"cache_prefix": "own hints"})
 
     def run(expected: list[int], **payload: Any) -> int:
         """Return how many hints the daemon got."""
@@ -72,7 +65,7 @@ def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site, right: 
         before = counters(engine).get("hints", 0)
         action = {"action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
         params = {"kv_hints": {"protocol_version": "0.1", "actions": [action]}}
-        served(engine.run(PROMPTS, sampling={"extra_args": {"kv_transfer_params": params}}), right, expected)
+        served(engine.run(PROMPTS, sampling={"extra_args": {"kv_transfer_params": params}}), RIGHT, expected)
         return counters(engine).get("hints", 0) - before
 
     engine.run(PROMPTS)
@@ -84,7 +77,7 @@ def test_a_request_s_own_hints_decide_what_is_fetched_for_it(site: Site, right: 
 
 
 @pytest.mark.shows("child of MultiConnector")
-def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_path: Path) -> None:
+def test_as_a_child_of_multi_connector(site: Site, plain: Engine, tmp_path: Path) -> None:
     """Beside vLLM's ExampleConnector: whichever serves, tokens are right and nothing of ours stays behind."""
     example = {
         "kv_connector": "ExampleConnector",
@@ -92,6 +85,7 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
     }
     mine = ours(site.daemon.socket, cache_prefix="multi")
+    right = plain.run(PROMPTS).tokens
     for children in ((mine, example), (example, mine)):
         engine = site.engine(EngineSpec(model=site.model, kv_transfer=multi(*children)))
         assert engine.call("tests.e2e.probes:workers_found") == [True]
@@ -105,9 +99,9 @@ def test_as_a_child_of_multi_connector(site: Site, right: list[list[int]], tmp_p
 
 
 @pytest.mark.shows("two tensor-parallel ranks")
-@needs_cxx
-def test_on_two_ranks(site: Site, engines: Callable[..., Engine], tmp_path: Path) -> None:
-    loaded_on_two_ranks(site, engines, make_checkpoint(tmp_path, TINY_TP2), PROMPTS[:4])
+def test_on_two_ranks(site: Site) -> None:
+    """tests/e2e/test_groups.py has two ranks that compute."""
+    loaded_on_two_ranks(site, PROMPTS[:4], "two heads")
 
 
 @pytest.mark.shows("prompts of every length, chunked prefill")
@@ -121,24 +115,24 @@ def test_every_prompt_length_hits_its_whole_blocks(site: Site) -> None:
         "max_num_seqs": 2,
         "num_gpu_blocks": 260,
     }
-    engine = site.engine(extra={"cache_prefix": "lengths"}, **sizes)
-    first = engine.run(prompts, max_tokens=8)
+    engine = site.bed(extra={"cache_prefix": "lengths"}, **sizes)
+    assert engine.run(prompts, max_tokens=8).tokens == answers(prompts, 8)
     site.fresh(engine)
-    second = served(engine.run(prompts, max_tokens=8), first.tokens, hits(prompts))
+    second = served(engine.run(prompts, max_tokens=8), answers(prompts, 8), hits(prompts))
     assert max(second.cached_tokens) == 100 * BLOCK
     site.assert_idle()
     engine.stop()
 
 
 @pytest.mark.shows("reset of the connector")
-def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right: list[list[int]]) -> None:
-    engine = site.engine(extra={"cache_prefix": "reset"})
-    other = site.engine(extra={"cache_prefix": "keeps"})
+def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site) -> None:
+    engine = site.bed(extra={"cache_prefix": "reset", "key_format": "fingerprint"})
+    other = site.bed(extra={"cache_prefix": "keeps", "key_format": "fingerprint"})
     for each in (engine, other):
         each.run(PROMPTS)
         site.fresh(each)
     assert engine.reset_prefix_cache(reset_connector=True)
-    served(engine.run(PROMPTS), right, [0] * len(PROMPTS))
+    served(engine.run(PROMPTS), RIGHT, [0] * len(PROMPTS))
     site.fresh(engine)
     assert engine.run(PROMPTS).cached_tokens == hits(PROMPTS), "what the new weights gave is stored again"
     assert other.run(PROMPTS).cached_tokens == hits(PROMPTS), "another namespace keeps its keys"
@@ -147,14 +141,14 @@ def test_after_a_reset_of_the_connector_nothing_old_is_served(site: Site, right:
 
 
 @pytest.mark.shows("`mode` shadow")
-def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> None:
-    filler = site.engine()
+def test_shadow_looks_up_and_never_loads(site: Site) -> None:
+    filler = site.bed(extra={"cache_prefix": "shadow"})
     filler.run(PROMPTS)
     site.fresh(filler)
     filler.stop()
     switch(site.daemon.socket, "shadow")
-    shadow = site.engine()
-    served(shadow.run(PROMPTS), right, [0] * len(PROMPTS))
+    shadow = site.bed(extra={"cache_prefix": "shadow"})
+    served(shadow.run(PROMPTS), RIGHT, [0] * len(PROMPTS))
     switch(site.daemon.socket, "on")
     found = counters(shadow)
     assert found["hints"] == len(PROMPTS)
@@ -164,15 +158,15 @@ def test_shadow_looks_up_and_never_loads(site: Site, right: list[list[int]]) -> 
 
 
 @pytest.mark.shows("producers and consumers")
-def test_producers_never_load_and_consumers_never_save(site: Site, right: list[list[int]]) -> None:
-    producer = site.engine(role="kv_producer", extra={"cache_prefix": "roles"})
-    consumer = site.engine(role="kv_consumer", extra={"cache_prefix": "roles"})
+def test_producers_never_load_and_consumers_never_save(site: Site) -> None:
+    producer = site.bed(role="kv_producer", extra={"cache_prefix": "roles"})
+    consumer = site.bed(role="kv_consumer", extra={"cache_prefix": "roles"})
     assert consumer.run(PROMPTS).cached_tokens == [0] * len(PROMPTS)
     for _ in range(2):
         assert producer.run(PROMPTS).cached_tokens == [0] * len(PROMPTS)
         site.fresh(producer)
     site.fresh(consumer)
-    served(consumer.run(PROMPTS), right, hits(PROMPTS))
+    served(consumer.run(PROMPTS), RIGHT, hits(PROMPTS))
     assert counters(consumer).get("saves", 0) == 0
     for each in (producer, consumer):
         each.stop()

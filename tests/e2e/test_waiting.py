@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvprefetch.daemon.config.model import door_socket
-from tests.e2e.conftest import BLOCK, Site, hits, whole_blocks
+from tests.e2e.conftest import BLOCK, Site, answers, hits, whole_blocks
 from tests.lab.engine import Engine
 from tests.lab.process import REPO, free_ports
 from tests.lab.prompts import make_prompts
@@ -86,9 +86,9 @@ def asked(url: str, prompt: list[int]) -> Any:
 
 
 def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
-    engines = [site.engine(extra={"cache_prefix": "router"}) for _ in range(2)]
+    engines = [site.bed(extra={"cache_prefix": "router"}) for _ in range(2)]
     names = [str(line["engine"]) for line in site.daemon.records("engine.attached")[-2:]]
-    right = engines[0].run(PROMPTS, max_tokens=TOKENS).tokens
+    assert engines[0].run(PROMPTS, max_tokens=TOKENS).tokens == answers(PROMPTS, TOKENS)
     site.fresh(engines[0])
     before, may_begin = len(site.daemon.records("request.done")), threading.Event()
     with (
@@ -97,7 +97,7 @@ def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
         router(site, f"{names[0]}={first}", f"{names[1]}={second}") as url,
         ThreadPoolExecutor(len(PROMPTS)) as clients,
     ):
-        answers = [clients.submit(asked, url, prompt) for prompt in PROMPTS]
+        asked_for = [clients.submit(asked, url, prompt) for prompt in PROMPTS]
         blocks = [whole_blocks(prompt) // BLOCK for prompt in PROMPTS]
         eventually(
             lambda: sum(int(each["slots_idle"]) for each in ask_daemon(site.daemon.socket).engines) == sum(blocks),
@@ -105,8 +105,8 @@ def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
             what="all announced blocks",
         )
         may_begin.set()
-        found = [each.result() for each in answers]
-        assert [each["tokens"] for each in found] == right
+        found = [each.result() for each in asked_for]
+        assert [each["tokens"] for each in found] == answers(PROMPTS, TOKENS)
         assert {each["engine"] for each in found} == set(names), "the load is shared out"
         assert site.daemon.wait_record("request.done", count=before + len(PROMPTS)) is not None
         lines = site.daemon.records("request.done")[before:]
@@ -123,17 +123,16 @@ def test_what_waits_in_the_router_is_staged_when_it_comes(site: Site) -> None:
         engine.stop()
 
 
-def test_a_session_that_comes_back_finds_its_prompt_staged(site: Site, plain: Engine) -> None:
+def test_a_session_that_comes_back_finds_its_prompt_staged(site: Site) -> None:
     """Each turn saves a part of its prompt, which staging never had before the pause.
 
     What one that does not come back costs: tests/daemon/engine/test_session_calls.py, where no minute is waited for.
     """
-    engine = site.engine(extra={"cache_prefix": "sessions"})
-    right = plain.run(TURNS, max_tokens=TOKENS).tokens
+    engine = site.bed(extra={"cache_prefix": "sessions"})
     for turn, prompt in enumerate(TURNS):
         before = len(site.daemon.records("request.done"))
         served = engine.run([prompt], max_tokens=TOKENS, request_options={"session_id": "agent"})
-        assert served.tokens == [right[turn]]
+        assert served.tokens == answers([prompt], TOKENS)
         assert site.daemon.wait_record("request.done", count=before + 1) is not None
         line = site.daemon.records("request.done")[before]
         if turn > 1:  # from the second one on a gap is known
@@ -157,8 +156,8 @@ def test_full_places_are_named_with_the_client_s_trace(site: Site) -> None:
     traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     options = {"trace_headers": {"traceparent": traceparent}}
     # Half a second later: of two that arrive at once, the one whose KV comes first gets the place.
-    answers, arrivals = [600, 8], [0.0, 0.5]
-    served = engine.run(PROMPTS[:2], max_tokens=answers, arrivals_s=arrivals, request_options=options)
+    outputs, arrivals = [600, 8], [0.0, 0.5]
+    served = engine.run(PROMPTS[:2], max_tokens=outputs, arrivals_s=arrivals, request_options=options)
     assert served.cached_tokens == hits(PROMPTS[:2])
     name = served.requests[1].request_id
     cause = told(site.daemon, name, "places full")

@@ -127,18 +127,6 @@ def make_eagle(folder: Path) -> Path:
     return folder
 
 
-def without_checkpoints_inside_a_step() -> None:
-    """Let the engine's Mamba 2 layers keep states at the end of a step only, as they do in vLLM 0.31.
-
-    Its CPU build lacks the operator to keep one inside a step: an IndexError ends the engine. See EngineSpec.prepare.
-    """
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    mixer: Any = MambaMixer2
-    mixer.get_kv_cache_spec = MambaBase.get_kv_cache_spec
-
-
 def windows_among_chunks() -> None:
     """Let every second layer with chunks of the engine's Llama 4 have a sliding window. See EngineSpec.prepare."""
     from vllm.model_executor.models import llama4

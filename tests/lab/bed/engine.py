@@ -1,12 +1,9 @@
-"""Engines of the bed: in a process with its scheduler (`spec`), or served (`async_engine`)."""
+"""Engines of the bed: in a process with its scheduler, or served (`child` of their specification)."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,48 +75,3 @@ def report(engine: Engine, *, reset: bool = False) -> list[dict[str, Any]]:
     """Return what each rank counted and found wrong (`Worker.bed_report`)."""
     found: list[dict[str, Any]] = engine.call("tests.lab.bed.worker:report", reset)
     return found
-
-
-@contextlib.asynccontextmanager
-async def async_engine(**options: Any) -> AsyncIterator[Any]:
-    """Start vLLM's AsyncLLM in this process, its engine core in another; `options`: of `spec`.
-
-    Its `collective_rpc("bed_report")` returns what each rank counted and found.
-    """
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from tests.lab.bed import worker
-
-    found = spec(**options)
-    arguments = found.engine_args()
-    worker.install()
-    if arguments["distributed_executor_backend"] != "mp":
-        arguments["distributed_executor_backend"] = worker.Executor
-    if found.kv_transfer is not None:
-        arguments["kv_transfer_config"] = KVTransferConfig(**found.kv_transfer)
-    rpc = tempfile.mkdtemp(prefix="kvl-")
-    with _environment({**found.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}):
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's default; CPU engines would import all anew
-        started = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        try:
-            yield started
-        finally:
-            started.shutdown()
-            shutil.rmtree(rpc, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -124,11 +124,16 @@ class Group:
 
 
 def groups_of(
-    kv_cache_config: Any, tensors: Mapping[str, Any], ranks: int, rank: int, drafters: Container[str] = ()
+    kv_cache_config: Any,
+    tensors: Mapping[str, Any],
+    ranks: int,
+    rank: int,
+    kv_heads: int,
+    drafters: Container[str] = (),
 ) -> tuple[Group, ...]:
     """Return the groups of an engine with these tensors (vLLM's, by layer), on tensor-parallel rank `rank`.
 
-    `drafters`: names of a drafter's layers.
+    `kv_heads`: of the model, in each of its layers with attention; `drafters`: names of a drafter's layers.
     """
     from vllm.v1 import kv_cache_interface as kinds
 
@@ -139,7 +144,7 @@ def groups_of(
         layers = []
         for name in group.layer_names:
             if name in specs:
-                words, heads = words_of(tensors[name]), _heads(specs[name], ranks, rank)
+                words, heads = words_of(tensors[name]), _heads(specs[name], ranks, rank, kv_heads)
                 row_tokens = max(1, int(specs[name].tokens_per_state))
                 layers.append(Layer(name, oracle.key_of(name), words, heads, row_tokens, name in drafters))
         one = next(iter(specs.values()))
@@ -178,13 +183,17 @@ def _checkpoint(kv_cache_config: Any, spec: Any) -> Callable[[int, int], int]:
     return kept
 
 
-def _heads(spec: Any, ranks: int, rank: int) -> range:
-    """Return which heads a rank keeps, where each rank has its own; of MLA all ranks keep the same one."""
+def _heads(spec: Any, ranks: int, rank: int, kv_heads: int) -> range:
+    """Return which heads a rank keeps: ranks share one where there are fewer heads, and all keep the one of MLA."""
     from vllm.v1 import kv_cache_interface as kinds
 
     count = spec.num_heads
     alike = isinstance(spec, (kinds.MLAAttentionSpec, kinds.SlidingWindowMLASpec))
-    return range(count) if alike or ranks == 1 else range(rank * count, (rank + 1) * count)
+    if alike or ranks == 1:
+        return range(count)
+    attention = not isinstance(spec, kinds.MambaSpec)
+    first = rank * kv_heads // ranks if attention and kv_heads < ranks else rank * count
+    return range(first, first + count)
 
 
 def words_of(tensor: Any) -> NDArray[Any]:

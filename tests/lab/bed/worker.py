@@ -149,7 +149,12 @@ class Runner:
         self._blocks = kv_cache_config.num_blocks
         ranks = get_tp_group()
         groups = layouts.groups_of(
-            kv_cache_config, self._tensors, ranks.world_size, ranks.rank_in_group, self._drafter_layers
+            kv_cache_config,
+            self._tensors,
+            ranks.world_size,
+            ranks.rank_in_group,
+            self._config.model_config.get_total_num_kv_heads(),
+            self._drafter_layers,
         )
         self.device = Device(
             groups,
