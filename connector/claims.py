@@ -323,7 +323,7 @@ class Claims:
             return False
         now_ns = self._now_ns()
         if self.hint(state, epoch, start, now_ns):
-            state.hinted_late()
+            state.hinted_on_demand()
             self._counters["on_demand_hints"] += 1
             assert state.handle is not None
             hints.ask(state.handle, now_ns)

@@ -187,7 +187,7 @@ class RequestState:
         """A hint is about to be sent, and may name no more than so many blocks."""
         self.usable = min(self.usable, usable)
 
-    def hinted_late(self) -> None:
+    def hinted_on_demand(self) -> None:
         """A hint was sent at a visit."""
         self.on_demand_hints += 1
 
