@@ -59,10 +59,8 @@ def thread(folder: Path = PUBLISHED) -> str:
 
 
 def front(days: dict[str, list[dict[str, Any]]]) -> str:
-    """README's table: machines whose time is modelled, or while none was run what two cores compute."""
-    results = [result for _, result in newest(days)]
-    lines = served_page.front(results) or page.front([each for each in results if each["piece"] in PIECES])
-    return "\n".join([*lines, ""])
+    """README's table: machines whose time is modelled."""
+    return "\n".join([*served_page.front([result for _, result in newest(days)]), ""])
 
 
 def navigation(text: str, folder: Path = PUBLISHED) -> str:

@@ -115,20 +115,6 @@ def overview(results: Iterable[tuple[str, Result]]) -> list[str]:
     return lines + hidden
 
 
-def front(results: Sequence[Result]) -> list[str]:
-    """README's table without a modelled device: ours against others, least to greatest mean of these pieces."""
-    heads = ("vLLM's own Mooncake connector", "kvprefetch on demand")
-    lines, cells = heading("mean time to first token with kvprefetch, divided by that with …", *heads), []
-    for other in ("upstream-async", ON_DEMAND):
-        means = [
-            statistics.geometric_mean(ratios)
-            for each in results
-            if (mine := _mine(each)) and not _comes_behind(each) and (ratios := _ratios(each, mine, other))
-        ]
-        cells.append(span(means) if means else "")
-    return [*lines, row("sweeps of an engine that two cores compute", *cells)]
-
-
 def over_points(ratios: Sequence[float], of: str = "") -> str:
     """The geometric mean, and least and greatest."""
     middle = " ".join(filter(None, (f"{statistics.geometric_mean(ratios):.2f} ×", of)))
