@@ -37,6 +37,7 @@ for device in null zero full random urandom; do
     mount --bind "/dev/$device" "$root/dev/$device"
 done
 ln -s /proc/self/fd "$root/dev/fd"
+ln -s /proc/self/fd/1 "$root/dev/stdout"
 mkdir "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
@@ -126,7 +127,7 @@ class Root:
         # `spawn` needs the environment of these sources; the script gets one of its own.
         command = ["env", "-i", *(f"{name}={value}" for name, value in inside.items())]
         command += [f"{name}={os.environ[name]}" for name in PROXIES if name in os.environ]
-        command += ["nice", "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
+        command += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", ENTER, "enter"]
         child = process.spawn([*command, str(self.path), "/script", *self._shown], log=log)
         try:
             status: object = child.wait(timeout_s)
