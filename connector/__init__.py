@@ -29,9 +29,9 @@ def __getattr__(name: str) -> Any:
     Raises ValueError, in one line, with a vLLM that is not served; the imports might fail with it.
     """
     if name == _NAME:
-        from . import compat
+        from . import releases
 
-        compat.check()
+        releases.check()
         from .connector import KVPrefetchConnector
 
         return KVPrefetchConnector

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from .metadata import AdapterRead
 
 if TYPE_CHECKING:
     from .geometry import Geometry
-    from .request_state import RequestState
 
 Key = tuple[str, str]  # what vLLM knows an adapter's KV by: its name and its path
 DIGEST_BYTES = 32
@@ -55,6 +54,17 @@ class MaskedNames:
             masked = np.frombuffer(b"".join(new), np.uint8).reshape(-1, size) ^ self._mask
             names += masked.view(f"V{size}").ravel().tolist()
         return names
+
+
+class RequestWithNames(Protocol):
+    """A RequestState: `named` gives its blocks other names, and returns whether they were others."""
+
+    request: Any
+
+    def named(self, names: MaskedNames | None) -> bool: ...
+
+
+_Named = TypeVar("_Named", bound=RequestWithNames)
 
 
 class Adapters:
@@ -116,7 +126,7 @@ class Adapters:
                     self._end(key, "the ranks have not read the same")
         return len(self._ended) > before
 
-    def name(self, states: Iterable[RequestState]) -> list[RequestState]:
+    def name(self, states: Iterable[_Named]) -> list[_Named]:
         """Name the blocks of all requests with adapters. Return those that had other names."""
         adapted = [state for state in states if state.request.lora_request is not None]
         return [state for state in adapted if state.named(self.names(state.request))]
@@ -138,7 +148,7 @@ class Adapters:
             text = "kvprefetch: KV of adapter %r is not shared until the next %s: %s: path=%s"
             log.warning(text, name, until, why, path)
 
-    def reset(self, states: Iterable[RequestState]) -> None:
+    def reset(self, states: Iterable[RequestWithNames]) -> None:
         """vLLM's own prefix cache is empty, or nothing that was in it is saved. These requests get names anew."""
         if not self._towers:
             self._keys.clear()

@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..shmring.wire.checks import first_error, living, nearest, shown
 from ..shmring.wire.control_socket import DAEMON_USER, check_socket_path
-from .policy import Policy
 
 log = logging.getLogger("vllm.kvprefetch")
+Policy = Literal["best_effort", "wait", "timeout", "adaptive"]
 # Former keys, with the reason: each is a warning for a release.
 GONE = {"reset_timeout_ms": "a reset is confirmed at once"}
 

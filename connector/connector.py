@@ -26,7 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import WorkerInfo
-from . import built, compat, early, fingerprint, geometry, groups, hellos, namespace, refusals, register, updates
+from . import (
+    built,
+    compat,
+    early,
+    fingerprint,
+    geometry,
+    groups,
+    hellos,
+    namespace,
+    refusals,
+    register,
+    releases,
+    updates,
+)
 from . import config as configuration
 from . import copies as copying
 from .adapter_reads import AdapterReads
@@ -40,6 +53,7 @@ from .prefix_cache import PrefixCache
 from .reported import install as watch_calls
 from .request_state import RUNNING, SAVING
 from .scheduler import SchedulerSide
+from .start import start_of
 from .starter import Starter
 from .stats import KVPrefetchPromMetrics, KVPrefetchStats
 from .worker import WorkerSide
@@ -70,7 +84,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
         if built.is_child():  # what other children do in the same pass is not known
             self._geometry = dataclasses.replace(self._geometry, ahead=False)
-        self._start = hellos.start_of(vllm_config)
+        self._start = start_of(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self.link: Link[SchedulerEpoch] | Link[WorkerEpoch] | None = None
@@ -79,7 +93,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.mode == "off":
             return
         if role == KVConnectorRole.SCHEDULER:
-            if untried := compat.check():
+            if untried := releases.check():
                 log.warning(untried)
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(

@@ -24,7 +24,7 @@ from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import Stranger, find, sockets
 from ..shmring.wire.records import PROTOCOL, ProtocolError
-from . import compat, config, identity
+from . import compat, config, identity, releases
 from .starter import Starter
 
 NAME = "KVPrefetchConnector"
@@ -47,15 +47,15 @@ def environment(arguments: argparse.Namespace) -> Iterator[Finding]:
     else:
         yield "ok", f"kvprefetch {__version__} with its extension, Python {platform.python_version()}", ""
     try:
-        version = compat.installed_version()
-        known = compat.tried(version)
+        version = releases.installed_version()
+        known = releases.tried(version)
     except ValueError as error:
         yield "bad", str(error), "run this command in the engine's environment: /path/to/its/bin/kvprefetchd"
         return
     if known:
         yield "ok", f"vLLM {version}", ""
     else:
-        what = f"no test has run this vLLM: vllm={version} tried={compat.TRIED[0]} to {compat.TRIED[-1]}"
+        what = f"no test has run this vLLM: vllm={version} tried={releases.TRIED[0]} to {releases.TRIED[-1]}"
         yield "note", what, "the engine compares it with what the connector uses, and refuses in one line, or warns"
     if not compat.hands_over_early():
         yield "note", compat.NOT_EARLY, "tell us its version; all else is as with other releases"
@@ -70,8 +70,8 @@ def configuration(arguments: argparse.Namespace) -> Iterator[Finding]:
     """The value of --kv-transfer-config, down to the connector's own keys."""
     ours = _ours(arguments.kv_transfer_config)
     role, policy = ours.get("kv_role"), ours.get("kv_load_failure_policy", "fail")
-    for key in ours.keys() - compat.TRANSFER_KEYS:
-        what = f"kv_transfer_config: unknown key {shown(key)}{nearest(key, compat.TRANSFER_KEYS)}"
+    for key in ours.keys() - releases.TRANSFER_KEYS:
+        what = f"kv_transfer_config: unknown key {shown(key)}{nearest(key, releases.TRANSFER_KEYS)}"
         yield "bad", what, "vLLM would refuse it"
     if role not in _ROLES:
         yield "bad", f"kv_role: should be one of {', '.join(_ROLES)}: kv_role={shown(role)}", "vLLM would refuse it"

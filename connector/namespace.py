@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from .hellos import Start
+    from .start import Start
 
 log = logging.getLogger("vllm.kvprefetch")
 

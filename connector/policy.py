@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from .config import Policy
 from .steps import StepTimes
-
-Policy = Literal["best_effort", "wait", "timeout", "adaptive"]
 
 SILENCE = 0.75
 STOP_FACTOR = 2.0

@@ -21,7 +21,7 @@ from vllm.v1 import kv_cache_interface, request  # noqa: E402
 from vllm.v1.core import kv_cache_manager, kv_cache_utils  # noqa: E402
 
 import kvprefetch.connector as package  # noqa: E402
-from kvprefetch.connector import compat  # noqa: E402
+from kvprefetch.connector import releases  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from tests.connector.test_connector import SCHEDULER, WORKER, kv_cache_config, vllm_config  # noqa: E402
 
@@ -32,12 +32,12 @@ NEXT = "0.34.0"
 @pytest.fixture(autouse=True)
 def _no_verdict_is_remembered() -> Iterator[None]:
     yield
-    compat.verdict.cache_clear()
+    releases.verdict.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cu129", "0.33.1"])
 def test_a_tried_release_is_served_without_a_word(version: str) -> None:
-    assert compat.verdict(version) == ""
+    assert releases.verdict(version) == ""
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.9.1", "0.1.dev1+g1234567", "unknown"])
@@ -45,25 +45,25 @@ def test_an_older_release_is_refused_in_one_line(version: str) -> None:
     with pytest.raises(
         ValueError, match=rf"too old: vllm={re.escape(version)} min=0\.31 max=0\.33 \(install"
     ) as caught:
-        compat.verdict(version)
+        releases.verdict(version)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("version", [NEXT, "1.0.0", "0.33.1.dev12+g1234567"])
 def test_a_newer_release_with_all_that_is_used_is_served_with_a_warning(version: str) -> None:
-    warning = compat.verdict(version)
+    warning = releases.verdict(version)
     assert f"no test has run this vLLM: vllm={version} tried=0.31 to 0.33" in warning
 
 
 def test_the_installed_release_has_all_that_the_connector_uses() -> None:
     """`make test-vllm-versions` runs this with each series, `make vllm-names` the same look with the newest release."""
-    assert ".".join(vllm.__version__.split(".")[:2]) in compat.TRIED
-    assert compat.lacks() == []
+    assert ".".join(vllm.__version__.split(".")[:2]) in releases.TRIED
+    assert releases.lacks() == []
     keys = {each.name for each in dataclasses.fields(KVTransferConfig)}
     of_0_31 = (
         {"kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank"} if vllm.__version__.startswith("0.31.") else set()
     )
-    assert keys - of_0_31 == compat.TRANSFER_KEYS
+    assert keys - of_0_31 == releases.TRANSFER_KEYS
 
 
 class Request:
@@ -100,7 +100,7 @@ def test_a_newer_release_that_differs_is_refused_with_the_difference(
     else:
         monkeypatch.setattr(owner, name, changed)
     with pytest.raises(ValueError, match=rf"differs .*vllm=0\.34\.0 .*{re.escape(finding)}") as caught:
-        compat.verdict(NEXT)
+        releases.verdict(NEXT)
     assert "\n" not in str(caught.value)
 
 
@@ -126,7 +126,7 @@ def test_only_the_scheduler_warns_of_a_release_that_no_test_has_run(
 
 def test_what_is_read_of_requests_and_configurations_is_in_the_table() -> None:
     """By the names that the connector gives to these objects."""
-    listed = {name.partition("(")[0] for names in compat.USED.values() for name in names.split()}
+    listed = {name.partition("(")[0] for names in releases.USED.values() for name in names.split()}
     given = {"request", "vllm_config", "parallel", "kv_cache_config", "output", "connector_output", "transfer", "model"}
     read = set()
     for path in (ROOT / "connector").glob("*.py"):
@@ -152,6 +152,6 @@ def test_what_is_imported_is_in_the_table() -> None:
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
             elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
                 waiting += ast.iter_child_nodes(node)
-    listed = {f"{owner}.{name.partition('(')[0]}" for owner, names in compat.USED.items() for name in names.split()}
+    listed = {f"{owner}.{name.partition('(')[0]}" for owner, names in releases.USED.items() for name in names.split()}
     assert len(found) > 20
-    assert found - listed - set(compat.USED) == {"vllm.v1.metrics.cache_hit_source.CacheHitSource"}, "not in 0.31"
+    assert found - listed - set(releases.USED) == {"vllm.v1.metrics.cache_hit_source.CacheHitSource"}, "not in 0.31"

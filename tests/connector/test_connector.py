@@ -26,6 +26,7 @@ from kvprefetch.connector import config as configuration  # noqa: E402
 from kvprefetch.connector import geometry, hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
 from kvprefetch.connector.metadata import KVPrefetchMetadata, OfReset  # noqa: E402
+from kvprefetch.connector.start import start_of  # noqa: E402
 from kvprefetch.kv.hashing import BlockHasher  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
 
@@ -186,11 +187,11 @@ def test_a_daemon_that_cannot_start_is_said_before_the_model_is_loaded(
 
 def test_the_incarnation_is_the_same_in_every_process_and_new_at_every_start(tmp_path: Path) -> None:
     first, again = vllm_config(tmp_path / "a"), vllm_config(tmp_path / "b")
-    assert hellos.start_of(first) == hellos.start_of(again)
+    assert start_of(first) == start_of(again)
     again.instance_id = "124"
-    assert hellos.start_of(first).incarnation != hellos.start_of(again).incarnation
+    assert start_of(first).incarnation != start_of(again).incarnation
     again.instance_id = "124_dp1"  # of Ray's data parallelism
-    assert hellos.start_of(again).configured_ns == 124
+    assert start_of(again).configured_ns == 124
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_pa
         config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
         numbers = geometry.of_engine(config, cache)
         assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
-        said = hellos.of_scheduler(config, hellos.start_of(config), numbers, settings).scheduler
+        said = hellos.of_scheduler(config, start_of(config), numbers, settings).scheduler
         assert said is not None
         assert said.models == ["org/tiny", "tiny-served"]
         assert said.settings == f"vllm={vllm.__version__} kvprefetch={__version__} load_mode=auto wait_policy=timeout"

@@ -16,7 +16,8 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers import linear  # noqa: E402
 from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
-from kvprefetch.connector import fingerprint, groups, hellos, namespace  # noqa: E402
+from kvprefetch.connector import fingerprint, groups, namespace  # noqa: E402
+from kvprefetch.connector.start import Start  # noqa: E402
 
 QUERY_HEADS = 48
 SIZES: dict[str, Any] = {"block_size": 32, "head_size": 4, "dtype": torch.float32}
@@ -115,7 +116,7 @@ class Rank:
                 config,
                 self.keys,
                 lambda: fingerprint.of_engine(config, cache, rules=rules, replicas=self.keys.replicas, layout=""),
-                hellos.Start("", "", 0),
+                Start("", "", 0),
             )
         assert not where.unknown
         self.prefixes = where.prefixes

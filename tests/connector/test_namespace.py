@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvprefetch.connector import checkpoint, namespace
-from kvprefetch.connector.hellos import Start
 from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
+from kvprefetch.connector.start import Start
 from tests.connector.test_fingerprint import media, model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprefetch.connector.config import Policy
 from kvprefetch.connector.policy import (
     IDLE_VISIT_NS,
     SILENCE,
     STOP_FACTOR,
     WAIT_BOUND_NS,
-    Policy,
     Verdict,
     Wait,
     WaitPolicy,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from kvprefetch.connector.compat import TRIED
+from kvprefetch.connector.releases import TRIED
 from tests.e2e.conftest import Site, fingerprint, hits, served
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
