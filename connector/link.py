@@ -51,7 +51,8 @@ class Link(Generic[S]):
     The link's thread unmaps the memory of epochs that nobody uses any more.
     `path` names the socket; None looks for one each time (control_socket.py).  A process that waits for its epoch
     goes on to a daemon that comes first in that order, so that all processes of an engine meet at the same.
-    Where no daemon listens, the thread calls `start` and tries again, but never to replace the system's.
+    Where no daemon listens, the thread calls `start` and tries again, but never to replace the system's.  `start` says
+    (true) that one is starting.
     A daemon must run as root, as this process's user or as `daemon_user` (name or number).
     `epoch` is the current epoch or None, `confirmed_reset` the last reset that the daemon knows of in this epoch;
     `stored` collects the daemon's messages about saves, `absent` those about blocks that the store lost.
@@ -76,6 +77,7 @@ class Link(Generic[S]):
         self._alone_since, self._daemon_user, self._start = time.monotonic(), daemon_user, start
         self._sock: socket.socket | None = None
         self._stop = threading.Event()
+        self._settled = threading.Event()  # it was attached, or no daemon will be there soon
         self._logged: set[str] = set()
         # Worker: every epoch that a load may still name; for ended ones, the steps in a row that have not named it.
         self._mapped: dict[int, S] = {}
@@ -86,6 +88,10 @@ class Link(Generic[S]):
 
     def start(self) -> None:
         self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the first epoch at an engine's start: PATIENCE_S at most, and only while there may soon be one."""
+        self._settled.wait(PATIENCE_S)
 
     @property
     def running(self) -> bool:
@@ -186,8 +192,10 @@ class Link(Generic[S]):
         """No daemon answers: start one, or say why. The seconds until the next attempt."""
         kept = self._served == SYSTEM_SOCKET != found.path  # it comes back; a second daemon would have other KV
         if self._start is not None and not kept and found.startable:
-            self._start()
+            if not self._start():
+                self._settled.set()
             return RETRY_S
+        self._settled.set()
         if isinstance(found.passed[-1][1], Stranger):
             return FINAL_RETRY_S
         text = "kvprefetch: no daemon at %s; the engine serves without it and looks again"
@@ -241,6 +249,8 @@ class Link(Generic[S]):
                 level = logging.ERROR if message.final else logging.INFO
                 self._log_once(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
                 self._log_no_epoch(f"it refused: {message.error}")
+                if message.final:
+                    self._settled.set()
                 return FINAL_RETRY_S if message.final else RETRY_S
             else:
                 raise ProtocolError(f"message is not expected here: type={message.type}")
@@ -258,6 +268,7 @@ class Link(Generic[S]):
         self.epoch = epoch
         send_message(sock, epoch.mapped())
         self._logged.clear()
+        self._settled.set()
         self._served = self._path
         text = "kvprefetch: attached to the daemon at %s: epoch=%d slots=%d"
         log.info(text, self._path, message.epoch, message.slot_count)

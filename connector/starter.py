@@ -87,13 +87,16 @@ class Starter:
     def __str__(self) -> str:
         return f"socket {self.socket}, disk {self.disk}, log {self.log}"
 
-    def start(self) -> None:
-        """Start a daemon, unless one is starting or ending, or one was started less than AGAIN_S ago."""
+    def start(self) -> bool:
+        """Start a daemon, unless one is starting or ending, or one was started less than AGAIN_S ago.
+
+        Return whether one is there.
+        """
         if self._alive is not None:
             poll = select.poll()  # an engine may have too many descriptors for select
             poll.register(self._alive, select.POLLIN)
             if not poll.poll(0):
-                return
+                return True
             os.close(self._alive)
             self._alive = None
             if (said := last_words(self.log, self._since)) != _GAVE_WAY:
@@ -102,7 +105,7 @@ class Starter:
                 self._told = said
         now_s = time.monotonic()
         if now_s < self._again_s:
-            return
+            return False
         self._again_s = now_s + AGAIN_S
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, *COMMAND, "serve", *self._options]
         ours, theirs = os.pipe()
@@ -116,11 +119,12 @@ class Starter:
         except OSError as error:
             os.close(ours)
             log.error("kvprefetch: its daemon cannot be started: %s", error)
-            return
+            return False
         finally:
             os.close(theirs)
         self._alive = ours
         log.info("kvprefetch: no daemon listens: starting one, which ends after its last engine: %s", self)
+        return True
 
     def _opened(self) -> IO[bytes]:
         """Open the log to append to it; put one that is large aside."""

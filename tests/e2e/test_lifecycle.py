@@ -126,8 +126,7 @@ def test_engines_start_their_daemon_and_it_ends_with_the_last_one(engines: Calla
             return 0
 
         auditor, first = Auditor(), engines(spec, attached=False)
-        wait_attached(first, 60)
-        first.run(PROMPTS)
+        first.run(PROMPTS)  # an engine's start waits for the daemon that it starts
         assert "no daemon listens: starting one" in (said := first.log.read_text())
         assert "looks again" not in said, "nothing is wrong at such a start"
         daemon = answering()
