@@ -144,7 +144,7 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
         elif isinstance(error, PermissionError):
             level = "bad" if (path, found.sock) == (found.path, None) else "note"
             yield level, f"this user may not use the socket: {where}: {why}", advice
-        elif found.sock is not None or path != found.path or arguments.starter is not None:
+        elif found.sock is not None or path != found.path or (arguments.starter is not None and found.startable):
             yield "ok", f"no daemon answers: {where}: {why}", ""
         else:
             yield "bad", f"no daemon answers: {where}: {why}", "start it (kvprefetchd serve), or name its socket"

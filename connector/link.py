@@ -19,7 +19,7 @@ from ..shmring.errors import SegmentCorrupt
 from ..shmring.segment import Segment
 from ..shmring.wire.attach import Absent, Attached, Hello, Notice, Refused, Reset, ResetDone, Stored
 from ..shmring.wire.codec import receive_message, send_message
-from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, FoundDaemon, Stranger, find, sockets
+from ..shmring.wire.control_socket import DAEMON_USER, SYSTEM_SOCKET, Forbidden, FoundDaemon, Stranger, find, sockets
 from ..shmring.wire.records import ProtocolError
 from .epoch import SchedulerEpoch, WorkerEpoch
 
@@ -166,9 +166,14 @@ class Link(Generic[S]):
     def _attach(self) -> float:
         """One connection from hello to its end; the seconds until the next attempt."""
         hello = self.hello()  # may read files: not while the daemon waits for it
-        found = find(self._places(), self._daemon_user, BEAT_S)
+        places = self._places()
+        if self._served in places:  # its daemon comes back; another one would have other KV
+            places = places[: places.index(self._served) + 1]
+        found = find(places, self._daemon_user, BEAT_S)
         self._path = found.path
         for path, error in found.passed:
+            if path == self._served and isinstance(error, Forbidden):
+                self._served = ""  # the next places count again; a lack of rights may pass, as at the daemon's start
             if isinstance(error, Stranger):
                 self._log_once(str(error), logging.ERROR, "kvprefetch: %s", error)
             elif found.sock is not None and not isinstance(error, FileNotFoundError | ConnectionRefusedError):
@@ -190,8 +195,8 @@ class Link(Generic[S]):
 
     def _absent(self, found: FoundDaemon) -> float:
         """No daemon answers: start one, or say why. The seconds until the next attempt."""
-        kept = self._served == SYSTEM_SOCKET != found.path  # it comes back; a second daemon would have other KV
-        if self._start is not None and not kept and found.startable:
+        own = found.path == self._places()[-1] or self._served != SYSTEM_SOCKET
+        if self._start is not None and own and found.startable:
             if not self._start():
                 self._settled.set()
             return RETRY_S
@@ -199,16 +204,19 @@ class Link(Generic[S]):
         if isinstance(found.passed[-1][1], Stranger):
             return FINAL_RETRY_S
         text = "kvprefetch: no daemon at %s; the engine serves without it and looks again"
-        where = ", ".join(f"{path} ({error.strerror or 'of another user'})" for path, error in found.passed)
+        where = ", ".join(
+            f"{path} ({'of another user' if isinstance(error, Stranger) else error.strerror})"
+            for path, error in found.passed
+        )
         self._log_once("absent", logging.WARNING, text, where)
         return RETRY_S
 
     def _comes_later(self) -> bool:
-        """Whether a daemon answers at a place before the one where this process waits."""
+        """Whether a daemon takes this user at a place before the one where this process waits."""
         places = self._places()
         if self._path not in places[1:]:
             return False
-        sock = find(places[: places.index(self._path)], self._daemon_user, BEAT_S).sock
+        sock = find(places[: places.index(self._path)], self._daemon_user, BEAT_S, ask=True).sock
         if sock is not None:
             sock.close()
         return sock is not None
@@ -251,6 +259,8 @@ class Link(Generic[S]):
                 self._log_no_epoch(f"it refused: {message.error}")
                 if message.final:
                     self._settled.set()
+                if message.forbidden:
+                    self._served = ""
                 return FINAL_RETRY_S if message.final else RETRY_S
             else:
                 raise ProtocolError(f"message is not expected here: type={message.type}")

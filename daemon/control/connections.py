@@ -17,6 +17,7 @@ import termios
 from collections import Counter
 from collections.abc import Callable
 from itertools import zip_longest
+from typing import Literal
 
 from ...shmring.wire.attach import Refused
 from ..telemetry.logs import Log
@@ -99,7 +100,9 @@ class Connections:
         attached = sum(peer.credentials.uid == uid and not peer.waiting for peer in self._peers.values())
         return attached + sum(peer.credentials.uid == uid for peer in self._unread)
 
-    def refuse(self, peer: Peer, error: str, *, final: bool, ours: bool = False) -> None:
+    def refuse(
+        self, peer: Peer, error: str, *, final: bool, ours: bool = False, forbidden: Literal[True] | None = None
+    ) -> None:
         """Send a refusal; the caller closes the connection. With `final` asking again soon changes nothing.
 
         `ours`: as `Refusals.add` says.
@@ -113,7 +116,7 @@ class Connections:
                 self._log.error("engine.refused", engine=engine, pid=pid, uid=uid, error=error, final=final)
             else:
                 self._log.warning("peer.refused", pid=pid, uid=uid, error=error, final=final)
-        peer.send(Refused(error=error, final=final))
+        peer.send(Refused(error=error, final=final, forbidden=forbidden))
 
     def pause(self, peer: Peer) -> None:
         """Do not look at a connection until `resume`, unless its process hangs up."""

@@ -160,7 +160,9 @@ class Control:
     def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
         # Refused only now: closing a socket with an unread message would lose the refusal.
         if not self._connections.access.may_attach(peer.credentials):
-            raise ProtocolError(f"uid={peer.credentials.uid} {NOT_ALLOWED}")
+            self._connections.refuse(peer, f"uid={peer.credentials.uid} {NOT_ALLOWED}", final=True, forbidden=True)
+            self._leave(peer)
+            return
         if peer.hello is not None and not isinstance(message, FromEngine):
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
         uid = self._connections.access.scope(peer.credentials)

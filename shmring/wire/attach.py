@@ -119,6 +119,7 @@ class Refused(Packet):
     type: Literal["refused"] = "refused"
     error: str
     final: bool
+    forbidden: Literal[True] | None = None  # its user may not attach; None is not sent, for older engines
 
 
 class Attached(Packet):

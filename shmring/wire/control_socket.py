@@ -1,11 +1,13 @@
 """The control socket: where the two sides meet, and the process, user and group on its other side.
 
 An engine and the commands look in one order: at the named path alone, or at the system's, then at this user's own.
+They pass over a place where no daemon listens, and one that refuses this user, but not a daemon that is busy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import socket
@@ -13,6 +15,11 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from .admin import EngineQuery
+from .attach import Refused
+from .codec import receive_message, send_message
+from .records import ProtocolError
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 with its final zero
 SYSTEM_SOCKET = "/run/kvprefetch/kvprefetchd.sock"
@@ -33,8 +40,15 @@ class Stranger(PermissionError):
         self.uid = uid
 
 
+class Forbidden(PermissionError):
+    """The daemon there says that this process's user may not attach."""
+
+
 class FoundDaemon(NamedTuple):
-    """A connection to the daemon at `path`; or None, and the last path. `passed`: the paths before, each with why."""
+    """A connection to the daemon at `path`; or None, and the path that was looked at last.
+
+    `passed`: the paths without a connection, each with why.
+    """
 
     sock: socket.socket | None
     path: str
@@ -42,7 +56,7 @@ class FoundDaemon(NamedTuple):
 
     @property
     def startable(self) -> bool:
-        """Whether no daemon listens at the last path: one may be started there."""
+        """Whether no daemon listens at that path: one may be started there."""
         return self.sock is None and isinstance(self.passed[-1][1], FileNotFoundError | ConnectionRefusedError)
 
 
@@ -90,8 +104,14 @@ def is_private(folder: str, uid: int) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: float = 1.0) -> FoundDaemon:
-    """Connect to the first daemon that answers and runs as root, as this process's user or as `daemon_user`."""
+def find(
+    paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: float = 1.0, *, ask: bool = False
+) -> FoundDaemon:
+    """Connect to the first daemon that runs as root, as this process's user or as `daemon_user`, and takes this user.
+
+    No other daemon stands in for one that does not answer in time: it is busy, and comes back.
+    A daemon at the only path is not asked whom it takes, unless with `ask`: it refuses the caller's message.
+    """
     passed = list[tuple[str, OSError]]()
     for path in paths:
         with contextlib.ExitStack() as undo:
@@ -101,12 +121,29 @@ def find(paths: Sequence[str], daemon_user: str | int = DAEMON_USER, timeout_s: 
                 sock.connect(path)
                 if (uid := peer_of(sock)[1]) not in (0, os.geteuid(), user_id(daemon_user)):
                     raise Stranger(path, uid, daemon_user)
+                if (ask or len(paths) > 1) and os.geteuid() not in (0, uid):
+                    _ask(sock)
             except OSError as error:
                 passed.append((path, error))
+                if isinstance(error, BlockingIOError | TimeoutError):
+                    return FoundDaemon(None, path, passed)
                 continue
             undo.pop_all()
             return FoundDaemon(sock, path, passed)
     return FoundDaemon(None, paths[-1], passed)
+
+
+def _ask(sock: socket.socket) -> None:
+    """Raise Forbidden where the daemon does not take this user, and TimeoutError where it says nothing."""
+    try:
+        send_message(sock, EngineQuery())
+        received = receive_message(sock, max_fds=0)
+    except TimeoutError:
+        raise TimeoutError(errno.ETIMEDOUT, "the daemon does not answer") from None
+    except (OSError, ProtocolError):  # whoever goes on with this connection says what is wrong with it
+        return
+    if received is not None and isinstance(answer := received[0], Refused) and answer.forbidden:
+        raise Forbidden(errno.EACCES, f"it refuses this user: {answer.error}")
 
 
 def check_socket_path(value: object) -> object:

@@ -117,8 +117,27 @@ def test_no_daemon_is_started_to_replace_the_system_s(places: list[str], quick_l
             system.attached()
             starts.clear()
         eventually(lambda: link.epoch is None)
-        time.sleep(0.05)
-        assert starts == []
+        with contextlib.closing(Server(Path(places[1]))) as own:
+            time.sleep(0.05)
+            assert starts == []
+            own.sock.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                own.accept()
+
+
+def test_an_engine_goes_on_where_the_system_s_daemon_refuses_its_user(places: list[str], quick_link: None) -> None:
+    """Also one that it served before."""
+    with contextlib.closing(Server(Path(places[0]))) as system, linked(None) as link:
+        system.attached().close()
+        eventually(lambda: link.epoch is None)
+        with contextlib.closing(Server(Path(places[1]))) as own:
+            refused, _ = system.accept()
+            send_message(refused, Refused(error="uid=1 may not attach", final=True, forbidden=True))
+            refused.close()
+            system.sock.close()
+            os.unlink(places[0])
+            own.attached()
+            eventually(lambda: link.epoch is not None)
 
 
 def test_attaching_maps_beats_and_ends_with_the_connection(server: Server, scheduler: Link[SchedulerEpoch]) -> None:

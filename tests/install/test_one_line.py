@@ -18,7 +18,7 @@ from tests.support.empty_root import NO_COMPILER, EmptyRoot, missing, put_checko
 from tests.support.ordinary import AS_NOBODY
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = {"memory": "64MiB", "staging": "1MiB"}
+OPTIONS = {"memory": "64MiB", "staging": "1MiB", "exit_idle_s": 60}
 KV = {
     "kv_connector": "KVPrefetchConnector",
     "kv_role": "kv_both",
@@ -75,16 +75,19 @@ mkdir /run/kvprefetch
 doctor /tmp/home
 echo 'and for all:'
 chmod 666 /run/kvprefetch/kvprefetchd.sock
-k /tmp/home status || true
+doctor /tmp/home
+k /tmp/home health
 """)
     place = "socket /tmp/kvprefetch-65534/kvprefetchd.sock, disk /tmp/home/.local/share/kvprefetch:1"
     assert f"the engine starts a daemon: {place}" in said
     assert f"started: {place}" in said
     assert "log /tmp/home/.local/state/kvprefetch/kvprefetchd.log" in said
-    both, refused = said.split("and for all:")
+    both, refusing = said.split("and for all:")
     assert "this user may not use the socket: socket='/run/kvprefetch/kvprefetchd.sock'" in both
     assert "answers at /tmp/kvprefetch-65534/kvprefetchd.sock" in both.split("this user may not")[1]
-    assert refused.strip() == ""  # the system's, which refuses this user
+    passed, answers = refusing.split("note")[1].split("answers at /tmp/kvprefetch-65534/kvprefetchd.sock: pid ")
+    assert "it refuses this user: uid=65534 may not attach" in passed
+    assert f"ready: pid {answers.split(',')[0]}, " in answers, "commands find the same one"
 
 
 @pytest.mark.stress

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvprefetch.shmring.wire.codec import receive_message, send_message
 from kvprefetch.shmring.wire.records import PROTOCOL
 from tests.lab.daemon import Daemon
 from tests.support.command import kvprefetchd, one_line, run
-from tests.support.ordinary import AS_NOBODY, effective_user
+from tests.support.ordinary import AS_NOBODY, NOBODY, effective_user
 
 EXAMINE = [sys.executable, "-m", "kvprefetch.connector.examine"]
 FINE = {"kv_connector": "KVPrefetchConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -140,6 +141,46 @@ def test_the_daemon_behind_the_connector_s_socket_answers(serve: Callable[..., D
         daemon.socket.chmod(0o666)
         (refused,) = findings("--kv-transfer-config", given, command=[*AS_NOBODY, *EXAMINE])["daemon"]
         assert refused.startswith("bad uid=65534 may not attach")
+
+
+@pytest.mark.store
+@pytest.mark.skipif(not AS_NOBODY, reason="only root can become another user")
+def test_a_daemon_that_refuses_this_user_is_passed_over_and_said(serve: Callable[..., Daemon]) -> None:
+    """The user's own answers at the next place, as the engine finds it; where there is none, the engine starts it."""
+    system = serve(extra=("--socket-mode", "0666"))
+    system.socket.parent.chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix="kvu-") as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        place = f"{folder}/kvprefetch/kvprefetchd.sock"
+        code = (
+            "from kvprefetch.shmring.wire import control_socket\n"
+            f"control_socket.SYSTEM_SOCKET = {str(system.socket)!r}\n"
+            "from kvprefetch.connector.examine import main\nmain()"
+        )
+        command = [
+            *AS_NOBODY,
+            "env",
+            "-u",
+            "KVPREFETCHD_SOCKET",
+            f"XDG_RUNTIME_DIR={folder}",
+            f"HOME={folder}",
+            sys.executable,
+            "-c",
+            code,
+        ]
+        own = Daemon(memory="64MiB", staging="1MiB", socket=Path(place), extra=("--door", "off"))
+        own.argv = [*AS_NOBODY, *own.argv]
+        with own:
+            found = findings(command=command)["daemon"]
+            assert len(found) == 2, found
+            passed, answers = found
+            assert passed.startswith("note this user may not use the socket: ")
+            assert "it refuses this user: uid=65534 may not attach" in passed
+            assert f"pid {own.pid}" in answers
+        given = transfer(kv_connector_extra_config={"start_daemon": True})
+        said = findings("--kv-transfer-config", given, command=command)["daemon"]
+        assert said[0] == passed
+        assert said[-1].startswith(f"ok the engine starts a daemon: socket {place}, ")
 
 
 @pytest.mark.store

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kvprefetch.daemon.cli.main import main
-from kvprefetch.shmring.wire import admin
+from kvprefetch.daemon.control.access import NOT_ALLOWED
+from kvprefetch.shmring.wire import admin, control_socket
 from kvprefetch.shmring.wire.attach import Attached, Refused
 from kvprefetch.shmring.wire.codec import Message, send_message
 from tests.daemon.stores import blocks, stored
@@ -86,6 +87,40 @@ def both(serve: Serve) -> Callable[..., Daemon]:
         return daemon
 
     return start
+
+
+def test_a_user_whom_one_daemon_refuses_finds_the_next_and_of_a_busy_one_none(
+    serve: Serve, both: Callable[..., Daemon]
+) -> None:
+    """As at the system's place and the user's own. One that does not answer comes back: nothing stands in for it."""
+    refusing, own = serve(extra=("--socket-mode", "0666")), both()
+    os.chmod(refusing.socket.parent, 0o755)
+    paths = [str(refusing.socket), str(own.socket)]
+    os.setegid(OTHER)  # root's group may attach
+    try:
+        with effective_user(OTHER):
+            found = control_socket.find(paths)
+            alone = control_socket.find(paths[:1], ask=True)
+    finally:
+        os.setegid(0)
+    assert found.path == paths[1]
+    assert found.sock is not None
+    found.sock.close()
+    assert alone.sock is None
+    [(passed, error)] = found.passed
+    assert (passed, error.strerror) == (paths[0], f"it refuses this user: uid={OTHER} {NOT_ALLOWED}")
+    os.kill(own.pid, signal.SIGSTOP)
+    try:
+        with effective_user(OTHER):
+            found = control_socket.find(paths[::-1], timeout_s=0.2)
+    finally:
+        os.kill(own.pid, signal.SIGCONT)
+    assert (found.sock, found.path, found.startable) == (None, paths[1], False)
+    for path in (*paths, *paths[::-1]):  # root may use each of them
+        found = control_socket.find([path, paths[1]])
+        assert found.path == path
+        assert found.sock is not None
+        found.sock.close()
 
 
 def victim_of(daemon: Daemon, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
