@@ -35,10 +35,6 @@ class RankKeys:
     replica_index: int
     shards: str = ""
 
-    def saves(self, slot: int) -> bool:
-        """Whether this rank copies the block that goes through this slot."""
-        return slot % self.replicas == self.replica_index
-
 
 def rank_keys(
     *, model: str, tp_rank: int, pp_rank: int, replicas: Sequence[int] = (1,), cache_prefix: str = "", shards: str = ""

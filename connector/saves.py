@@ -95,6 +95,7 @@ class Saves:
 
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
+        self._ratios = [geometry.groups.ratio(group) for group in range(len(geometry.groups))]
         self.waiting: dict[int, DispatchedSave] = {}
         self.left = OrderedDict[bytes, _Block]()  # by name, the oldest first
         self._known = Known(geometry.groups)
@@ -241,7 +242,7 @@ class Saves:
 
     def _block(self, state: RequestState, digests: list[bytes], group: int, number: int, block_id: int) -> _Block:
         """Return block `number` of a group, which is in `block_id`."""
-        last, suffix = (number + 1) * self._geometry.groups.ratio(group) - 1, bytes([group])
+        last, suffix = (number + 1) * self._ratios[group] - 1, bytes([group])
         hashes, name = state.request.block_hashes, bytes(digests[last]) + suffix
         local = name if digests is hashes else bytes(hashes[last]) + suffix
         event = None if self._events is None else self._events.describe(state.request, number, group)

@@ -134,14 +134,14 @@ class WorkerSide:
         if not orders:
             return
         batch = _Batch(KVPrefetchWorkerMeta(saves=dict.fromkeys([order.save_id for order in orders], 1)))
-        begun, hold = time.perf_counter_ns(), self.updates.hold(meta.weights)
+        begun, hold, keys = time.perf_counter_ns(), self.updates.hold(meta.weights), self.keys
         for order in orders:
             try:
                 epoch = self.link.mapped(order.epoch)
                 if epoch is None or not hold:
                     batch.report.failed_saves.add(order.save_id)
                     continue
-                mine = [i for i, slot in enumerate(order.slots) if self.keys.saves(slot)]
+                mine = [i for i, slot in enumerate(order.slots) if slot % keys.replicas == keys.replica_index]
                 slots, block_ids = [order.slots[i] for i in mine], [order.block_ids[i] for i in mine]
                 copy = checked(self.paged, epoch, slots, block_ids, save=True)
                 if mine:

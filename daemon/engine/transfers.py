@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,10 +67,6 @@ class RankLayout:
         """Return, for each group, the ranks that hold the same bytes, for each different part of a block."""
         return [_replicas(prefixes) for prefixes in self.prefixes]
 
-    def of_block(self, name: bytes) -> list[list[int]]:
-        """Return the `shards` of this block."""
-        return self.shards[name[-1]]
-
     @classmethod
     def of(
         cls, workers: Sequence[WorkerInfo], staging: HostStaging, *, owner: str = "", weights: str = ""
@@ -102,11 +99,14 @@ class RankLayout:
         staging = self.staging
         return list(zip(staging.addresses(0), staging.block_bytes, staging.sum_addresses(0), strict=True))
 
-    def _filled(self, name: bytes, slot: int) -> list[tuple[int, int, int]]:
-        """Return the same of a rank that filled this slot, for each shard of the block."""
+    @cached_property
+    def _filled(self) -> list[list[list[tuple[int, int, int]]]]:
+        """Return, for each group, the same of the rank that filled a slot, for each shard: by slot % their number."""
+        turns = range(math.lcm(*(count for count, _ in self.replicas)))
+        fills = [[turn % count == index for count, index in self.replicas] for turn in turns]
         return [
-            self._places[next(rank for rank in ranks if slot % self.replicas[rank][0] == self.replicas[rank][1])]
-            for ranks in self.of_block(name)
+            [[self._places[next(rank for rank in ranks if mine[rank])] for ranks in shards] for mine in fills]
+            for shards in self.shards
         ]
 
     def keys(self, names: Sequence[bytes]) -> list[str]:
@@ -121,7 +121,7 @@ class RankLayout:
     def by_block(self, names: Sequence[bytes], parts: Iterable[_T]) -> Iterator[list[_T]]:
         """Yield for each block what is said of each of its `keys`."""
         rest = iter(parts)
-        return (list(islice(rest, len(self.of_block(name)))) for name in names)
+        return (list(islice(rest, len(self.shards[name[-1]]))) for name in names)
 
     def joined(self, names: Sequence[bytes], parts: Sequence[bool]) -> bytearray:
         """Return a byte for each block, from a truth for each of its `keys`: whether all are true."""
@@ -134,7 +134,8 @@ class RankLayout:
         """
         keys = self.keys([name for name, _ in blocks])
         if saving:
-            parts = [(slot, place) for name, slot in blocks for place in self._filled(name, slot)]
+            filled, turns = self._filled, len(self._filled[0])
+            parts = [(slot, place) for name, slot in blocks for place in filled[name[-1]][slot % turns]]
         else:
             firsts = [[self._places[first] for first, *_ in shards] for shards in self.shards]
             parts = [(slot, place) for name, slot in blocks for place in firsts[name[-1]]]
@@ -270,7 +271,7 @@ def fetch(
     block_bytes = layout.staging.block_bytes
     for name, slot in blocks if len(results) < len(blocks) * len(block_bytes) else ():
         addresses = layout.staging.addresses(slot)
-        for first, *others in layout.of_block(name):
+        for first, *others in layout.shards[name[-1]]:
             for other in others:
                 ctypes.memmove(addresses[other], addresses[first], block_bytes[first])  # without the GIL
     if len(results) == len(blocks):

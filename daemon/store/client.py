@@ -255,7 +255,7 @@ class Store(Connection):
             checksums.write(zip(addresses, sizes, sums, strict=True))
         with self._call() as (client, attempt):
             codes = self._move(client, "batch_put_from", keys, addresses, sizes, sums)
-            results = [ErrorClass.OK if code == -705 else classify(code) for code in codes]
+            results = [ErrorClass.OK if code >= 0 or code == -705 else classify(code) for code in codes]
             self._verdict(attempt, all(r is ErrorClass.TRANSIENT for r in results), "put", codes[0] if codes else -1)
         if self.disk:
             with self._flushing:

@@ -31,7 +31,7 @@ def read_apart(
     unreadable before.
     """
     bad: list[int] = []
-    for index in [i for i, code in enumerate(codes) if of_a_disk(code)]:
+    for index in [i for i, code in enumerate(codes) if code < 0 and of_a_disk(code)]:
         if unwanted():
             return []
         if len(codes) > 1:
