@@ -23,7 +23,7 @@ ROOM ?= daemon/planning
 COVERAGE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup room check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-engine-thread bench-daemon bench-cuda docs release clean
+.PHONY: help setup room check test test-vllm-versions vllm-names lint links format stress faults fuzz gpu wheel demo bench bench-served bench-serve bench-engine-thread bench-daemon bench-cuda walk docs release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ bench-engine-thread: setup ## time of vLLM's own thread in each hook of a connec
 
 bench-daemon: setup ## keys and bytes a second of one daemon, and what is used up first (under four minutes)
 	@$(BIN)/python -m benchmarks.daemon $(ARGS)
+
+walk: setup ## calls, files and moves between files of one request, with their ceilings (a minute): ARGS="--top 40"
+	@$(BIN)/python -m benchmarks.walk $(ARGS)
 
 bench-cuda: links ## copies between staging and KV cache on a GPU (PYTHON as for gpu)
 	@$(ON_GPU) -m benchmarks.cuda $(ARGS)
