@@ -37,14 +37,14 @@ class Epochs:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._attached: list[Epoch] = []
+        self.all: tuple[Epoch, ...] = ()  # the attached ones
         self._ended: list[Epoch] = []
         self._joined = shared.store.is_open
         self.reservations = Reservations(shared.pools, shared.store, shared.log)
 
     def attached(self, uid: int | None = None) -> list[Epoch]:
         """Return the attached epochs of this user's engines; None: of all engines."""
-        return [epoch for epoch in self._attached if uid in (None, epoch.engine.uid)]
+        return [epoch for epoch in self.all if uid in (None, epoch.engine.uid)]
 
     def attach(self, memory: EngineMemory, engine: EngineInfo) -> Epoch:
         """Make an epoch on memory that was reserved."""
@@ -52,12 +52,12 @@ class Epochs:
         unnamed = config.namespaces == "shared" or engine.scheduler.upstream_keys
         epoch = Epoch(shared, memory, engine._replace(owner=owner(engine.uid, shared=unnamed)))
         epoch.switch(shared.mode)
-        self._attached.append(epoch)
+        self.all += (epoch,)
         return epoch
 
     def end(self, epoch: Epoch, ending: Ending) -> None:
         """End an attached epoch; `tick` frees its memory once no store call touches it."""
-        self._attached.remove(epoch)
+        self.all = tuple(each for each in self.all if each is not epoch)
         epoch.end(ending)
         self._ended.append(epoch)
 
@@ -66,12 +66,12 @@ class Epochs:
         shared = self._shared
         shared.log.info("mode.switched", before=shared.mode, after=mode)
         shared.mode = mode
-        for epoch in self._attached:
+        for epoch in self.all:
             epoch.switch(mode)
 
     def corrupt(self) -> list[Epoch]:
         """Return the attached epochs that are to be ended, and log those with memory that their engine corrupted."""
-        found = [epoch for epoch in self._attached if epoch.broken]
+        found = [epoch for epoch in self.all if epoch.broken]
         for epoch in found:
             if epoch.corrupt is not None:
                 self._shared.log.error(
@@ -82,7 +82,7 @@ class Epochs:
     def tick(self, now_ns: int) -> list[tuple[Epoch, Ending]]:
         """Do the periodic work of each epoch; return those that the caller must end, so that their engines reattach."""
         over = []
-        for epoch in self._attached:
+        for epoch in self.all:
             epoch.tick(now_ns)
             if epoch.memory.worn_out:
                 self._shared.log.warning("engine.worn", engine=epoch.engine.engine_id, epoch=epoch.number)

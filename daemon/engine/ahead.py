@@ -112,7 +112,7 @@ class Ahead:
         self._block_hashes = groups.unit_tokens // groups.hash_tokens
         self._known: dict[int, _Announcement] = {}  # the oldest first
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
-        self._waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
+        self.waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
         self._at_work: dict[Key, int] = {}
         self.outcomes = deque[tuple[int, AnnounceStep]]()  # what became of announcements, by number, for their callers
         self._useful: deque[bool] = deque(maxlen=JUDGED)
@@ -150,25 +150,25 @@ class Ahead:
         elif repeats(hashes, order.hash_bytes):
             self._over(number, "rejected", f"it names a digest twice, as no prompt does: hashes={order.hashes}")
         else:
-            heapq.heappush(self._waiting, (order.priority, new.due_ns, number))
+            heapq.heappush(self.waiting, (order.priority, new.due_ns, number))
             if len(self._known) > MAX_KNOWN:
                 done = next(key for key, each in self._known.items() if each.done)
                 self._over(done, "expired", "forgotten for newer announcements")
 
     def next_wanted(self, now_ns: int) -> Wanted | None:
         """Return the most urgent prompt to hint; None while enough are at work."""
-        if not self._waiting or len(self._at_work) >= AT_WORK:
+        if not self.waiting or len(self._at_work) >= AT_WORK:
             return None
         free = self._room_now() - self.blocks  # one that waits takes nothing
-        while self._waiting:
-            number = self._waiting[0][2]
+        while self.waiting:
+            number = self.waiting[0][2]
             if (each := self._known.get(number)) is None:
-                heapq.heappop(self._waiting)
+                heapq.heappop(self.waiting)
                 continue
             wanted = min(each.blocks, each.order.most_blocks)
             if free < wanted and self._asking:
                 return None  # until the store said what is there already
-            heapq.heappop(self._waiting)
+            heapq.heappop(self.waiting)
             if free <= 0 or (free < wanted and not self._partial):
                 text = "no room until other announcements have their requests, or their time is over"
                 self._over(number, "rejected", f"{text}: blocks={wanted} left={max(0, free)}")

@@ -72,7 +72,7 @@ class Epoch(EngineCalls):
     @property
     def owes(self) -> bool:
         """There is more to say about announcements, or more of an event's work to do, at the next turn."""
-        return self._calls.owes or self.planner.holdings.owes or self.saver.owes
+        return self._calls.owes or bool(self.saver.given_up) or self.planner.holdings.owes
 
     @property
     def use_again_ms(self) -> int:
@@ -137,6 +137,7 @@ class Epoch(EngineCalls):
                 self._write(request, Ending.FORSAKEN)
         self._calls.answer(parts.look_ups.tick(now_ns), now_ns)
         self.planner.tick()
+        parts.sessions.forget_outdated(now_ns)
         for key in parts.ahead.expired(now_ns):
             self.planner.stop(key)
         for lane in Lane:
@@ -301,7 +302,7 @@ class Epoch(EngineCalls):
 
     def _start_fetch(self, lane: Lane, ahead: bool) -> bool:
         pools = self._services.pools
-        if self.closing or not self.planner.wants(lane) or not pools.fetch_room(lane, self):
+        if self.closing or not self.planner.ready[lane] or not pools.fetch_room(lane, self):
             return False
         most = pools.sizes[lane].blocks(self.memory.block_bytes) if lane is Lane.MEMORY else None
         order = self.planner.next_order(lane, most, ahead=ahead)

@@ -42,27 +42,32 @@ class EpochCalls:
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
         parts, now = self._parts, self._services.clock_ns()
-        self._look_up_next(now)
+        saver, ahead = parts.saver, parts.ahead
+        if parts.look_ups.due(now):
+            self._look_up_next(now)
         self.publish()
-        self._copy()
-        self.count_puts(parts.saver.ended())
-        if slots := parts.saver.next_grant(saving=parts.saving):
-            parts.channel.credits.grant(slots)
-        self._announce_sessions(now)
-        while self._hint_ahead(now):
+        if parts.promoter.on:
+            self._copy()
+        if saver.given_up:
+            self.count_puts(saver.ended())
+        if saver.returned and parts.saving:
+            parts.channel.credits.grant(saver.next_grant(saving=True))
+        if (due := parts.sessions.due) and due[0][0] <= now:
+            self._announce_sessions(now)
+        while ahead.waiting and self._hint_ahead(now):
             self._look_up_next(now)
             self.publish()
-        self.owes = bool(parts.ahead.outcomes) or (parts.look_ups.waiting and not self._services.store.answering)
+        self.owes = bool(ahead.outcomes) or (parts.look_ups.waiting and not self._services.store.answering)
 
     def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
         self._services.pools.start(Call(kind, run, on_result, overdue, self._engine))
 
     def publish(self) -> None:
         """Enter in flags and slot tables what the planner published or took back."""
-        parts = self._parts
-        if parts.planner.holdings.owes:
-            parts.planner.holdings.settle()
-        while (change := parts.planner.next_change()) is not None:
+        parts, holdings = self._parts, self._parts.planner.holdings
+        if holdings.owes:
+            holdings.settle()
+        while (change := holdings.next_change()) is not None:
             request = change.request
             if isinstance(change, Broken):
                 self._broken(request)

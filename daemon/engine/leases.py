@@ -132,6 +132,12 @@ class Leases:
         places = np.where(same.any(axis=1), same.argmax(axis=1), asked_ns.argmin(axis=1))
         self._keys[rows, places], self._asked_ns[rows, places] = keys, now_ns
 
+    def due(self, now_ns: int) -> bool:
+        """Whether `next` may have something."""
+        return bool(self._ranked or self._chains) or any(
+            heap and heap[0][0] <= now_ns for heap in (self._due, self._kept)
+        )
+
     def next(self, most: int, now_ns: int, *, keep: bool) -> Part | None:
         """Return up to so many names to ask for; None where there are none. `keep`: sessions' prompts, too."""
         if most <= 0 or (part := self._of_request(most, now_ns)) is not None:

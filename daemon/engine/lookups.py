@@ -132,6 +132,10 @@ class LookUps:
         if request.key in self._waiting:
             heapq.heappush(self._queue, (request.urgency, request.key))
 
+    def due(self, now_ns: int) -> bool:
+        """Whether `next_batch` may have something, or `give_up`."""
+        return self._flight is None and (bool(self._queue) or self.leases.due(now_ns))
+
     def next_batch(self, now_ns: int, *, keep: bool = True) -> Batch | None:
         """Return the next questions for the store; None while a batch is out, or where there are none.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ...kv.groups import Group, Groups, Kind
@@ -78,7 +79,7 @@ class EngineMemory:
     device: DeviceStaging | None = None
     device_error: str = ""
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Return the size of a block, all ranks' parts together."""
         return sum(self.staging.block_bytes)

@@ -42,7 +42,7 @@ class Promoter:
         self._setting_up = False
         self._copying = 0
         self.ready = False  # copies are made
-        self._off = device is None
+        self.on = device is not None  # until it fails
 
     def start(self, workers: Sequence[Mapped]) -> str:
         """All ranks mapped the epoch, and `workers` say whether they have device slots.
@@ -59,7 +59,7 @@ class Promoter:
 
     def next_job(self) -> DeviceJob | None:
         """Return what to do now: get ready, then pin one piece after the other, with copies in between."""
-        if self._off or self._device is None:
+        if not self.on or self._device is None:
             return None
         if self._setup and not self._setting_up:
             self._setting_up = True
@@ -80,7 +80,7 @@ class Promoter:
             if error:
                 self._setup.clear()  # copies work without, through a bounce buffer
             return ""
-        if not error and not self._off and self._device is not None:
+        if not error and self.on and self._device is not None:
             self.ready = True
             self._setup.extend(DeviceJob("pin", partial(self._device.pin, *piece)) for piece in self._device.pieces())
         return self._end(error) if error else ""
@@ -91,8 +91,8 @@ class Promoter:
 
     def _end(self, error: str) -> str:
         """Once, and for this epoch."""
-        if self._off:
+        if not self.on:
             return ""
-        self.ready, self._off = False, True
+        self.ready = self.on = False
         self._promotions.close()
         return error

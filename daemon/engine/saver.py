@@ -79,10 +79,10 @@ class Saver:
         self._slots, self._quarantined_now = slots, quarantined
         self.generation = generation
         self._granted: set[int] = set()
-        self._returned: list[int] = list(slots)  # to be granted when saving is on
+        self.returned: list[int] = list(slots)  # to be granted when saving is on
         self._quarantined = 0
-        self._puts: deque[Put] = deque()
-        self._given_up: deque[Put] = deque()  # nothing of them is stored
+        self.puts: deque[Put] = deque()
+        self.given_up: deque[Put] = deque()  # nothing of them is stored: `ended` has more while there are some
         self._before = before
         self._running: Put | None = None
         self.records = 0  # SAVED records that it took
@@ -109,28 +109,28 @@ class Saver:
         save = Save(record.save_id, 1, record.reset_generation)
         if record.reset_generation < self.generation or not saving:
             return [self._end(Put(save, slots, failed=len(slots)))]
-        self._puts.append(Put(save, slots, list(zip(record.names, slots, strict=True))))
+        self.puts.append(Put(save, slots, list(zip(record.names, slots, strict=True))))
         return []
 
     def next_grant(self, *, saving: bool) -> list[int]:
         """Return the slots to grant. Without saving they stay here: soon the engine has none left to fill."""
-        if not saving or not self._returned:
+        if not saving or not self.returned:
             return []
-        slots, self._returned = self._returned, []
+        slots, self.returned = self.returned, []
         self._granted.update(slots)
         return slots
 
     def waiting(self, now_ns: int) -> bool:
         """Whether a put waits for next_put(): none runs, and a full store's pause is over."""
-        return self._running is None and bool(self._puts) and now_ns >= self._not_before_ns
+        return self._running is None and bool(self.puts) and now_ns >= self._not_before_ns
 
     def next_put(self, most_blocks: int) -> Put | None:
         """Return the put that waits, of at most so many blocks; None where that is 0."""
         if most_blocks <= 0:
             return None
-        self._running = put = self._puts.popleft()
+        self._running = put = self.puts.popleft()
         if len(put.blocks) > most_blocks and not put.tries:
-            self._puts.appendleft(put.cut(most_blocks))
+            self.puts.appendleft(put.cut(most_blocks))
         return put
 
     def stored(self, put: Put, result: SaveResult, now_ns: int, *, saving: bool) -> list[Put]:
@@ -157,7 +157,7 @@ class Saver:
             self._pause_ns = PAUSE_NS[0]
         if result.again and self._fruitless < TRIES and saving and not older:
             put.blocks = result.again
-            self._puts.appendleft(put)
+            self.puts.appendleft(put)
             return []
         put.failed += len(result.again)
         # A store that is gone for all the tries of one put keeps no slots of those behind it.
@@ -167,24 +167,19 @@ class Saver:
 
     def putting(self) -> set[bytes]:
         """Return the names of all blocks that are being put, or wait for it."""
-        puts = [*self._puts, *filter(None, [self._running])]
+        puts = [*self.puts, *filter(None, [self._running])]
         return {name for put in puts for name, _ in put.blocks}
 
     def _give_up(self) -> None:
         """Store nothing of what waits."""
-        self._given_up += self._puts
-        self._puts.clear()
-
-    @property
-    def owes(self) -> bool:
-        """Whether `ended` has more."""
-        return bool(self._given_up)
+        self.given_up += self.puts
+        self.puts.clear()
 
     def ended(self) -> list[Put]:
         """Return puts of which nothing is stored, a few at a time: an engine may have a put for each slot."""
         ends = list[Put]()
-        while self._given_up and len(ends) < ENDS:
-            put = self._given_up.popleft()
+        while self.given_up and len(ends) < ENDS:
+            put = self.given_up.popleft()
             put.failed += len(put.blocks)
             ends.append(self._end(put))
         return ends
@@ -203,7 +198,7 @@ class Saver:
     def _take_in(self, slots: list[int]) -> None:
         kept = [slot for slot in slots if slot not in self._quarantined_now]
         self._quarantined += len(slots) - len(kept)
-        self._returned += kept
+        self.returned += kept
 
     def reset(self, generation: int, before: StoredBefore) -> list[Put]:
         """Drop the saves of older weights; return their puts, but for the one that runs. `before`: as at the start."""
@@ -217,5 +212,5 @@ class Saver:
             "save_slots": len(self._slots),
             "save_slots_busy": len(self._slots) - len(self._granted) - self._quarantined,
             "save_slots_quarantined": self._quarantined,
-            "saves_queued": len(self._puts) + len(self._given_up) + (self._running is not None),
+            "saves_queued": len(self.puts) + len(self.given_up) + (self._running is not None),
         }

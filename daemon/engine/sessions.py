@@ -86,7 +86,7 @@ class Sessions:
         self._bytes = self.arrivals = 0
         self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
         self._used, self._held = 0, 0  # blocks of all requests; after how many a prompt was whole in the engine's cache
-        self._due: list[tuple[int, int, bytes]] = []  # when, number of the request, session
+        self.due: list[tuple[int, int, bytes]] = []  # a heap: when, number of the request, session
 
     def __len__(self) -> int:
         return len(self._known)
@@ -108,7 +108,7 @@ class Sessions:
         Return how long (ns) after the one before it came, and the announcements that were open for it.
         """
         self.arrivals += 1
-        self._forget_outdated(now_ns)  # so no gap is longer, nor any time that it is expected in
+        self.forget_outdated(now_ns)  # so no gap is longer, nor any time that it is expected in
         before, gap_ns = self._known.pop(session, None), None
         each = before or _Session(chain, 0, now_ns)
         if before is not None:
@@ -149,7 +149,6 @@ class Sessions:
 
         `free_blocks`: as many may be fetched without taking room of others.
         """
-        self._forget_outdated(now_ns)
         while (found := self._pop(now_ns)) is not None:
             session, each = found
             if now_ns < each.due_ns and each.chain.blocks(self._groups) > free_blocks:
@@ -195,9 +194,9 @@ class Sessions:
         self._bytes = 0
 
     def _push(self, at_ns: int, number: int, session: bytes) -> None:
-        heapq.heappush(self._due, (at_ns, number, session))
-        if len(self._due) > 4 * MAX_SESSIONS:
-            self._due = sorted(entry for entry in self._due if self._lives(entry))
+        heapq.heappush(self.due, (at_ns, number, session))
+        if len(self.due) > 4 * MAX_SESSIONS:
+            self.due = sorted(entry for entry in self.due if self._lives(entry))
 
     def _lives(self, entry: tuple[int, int, bytes]) -> bool:
         each = self._known.get(entry[2])
@@ -205,13 +204,14 @@ class Sessions:
 
     def _pop(self, now_ns: int) -> tuple[bytes, _Session] | None:
         """Return a session whose time has come; entries of its older requests are dropped."""
-        while self._due and self._due[0][0] <= now_ns:
-            entry = heapq.heappop(self._due)
+        while self.due and self.due[0][0] <= now_ns:
+            entry = heapq.heappop(self.due)
             if self._lives(entry):
                 return entry[2], self._known[entry[2]]
         return None
 
-    def _forget_outdated(self, now_ns: int) -> None:
+    def forget_outdated(self, now_ns: int) -> None:
+        """Forget the sessions that came too long ago."""
         while self._known and now_ns - next(iter(self._known.values())).since_ns > FORGET_NS:
             self._forget_first()
 

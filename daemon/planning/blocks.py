@@ -47,7 +47,7 @@ class BlockTable:
         self._idle: OrderedDict[Run, None] = OrderedDict()  # staged, unpinned: least recently used first
         self._unused = 0  # idle blocks that no request loaded, announced ones aside
         self._era = 0
-        self._void = deque[Run]()  # unpinned, of earlier eras: their slots are not free yet
+        self.void = deque[Run]()  # unpinned, of earlier eras, for `free_void`
         self.copies = Copies(device_slots, self._runs)
 
     # --- finding ----------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ class BlockTable:
         slots = self._free[: -most - 1 : -1]
         del self._free[len(self._free) - len(slots) :]
         while len(slots) < most and (run := self._oldest(taker)) is not None:
-            kept = max(0, len(run) - most + len(slots))  # the first blocks are of use without the others
+            kept = max(0, len(run.slots) - most + len(slots))  # the first blocks are of use without the others
             for digest in run.digests[kept:]:
                 del self._index[digest]
             self._leave(run.slots[kept:])
-            self._waste(run, len(run) - kept)
+            self._waste(run, len(run.slots) - kept)
             slots += run.slots[kept:]
-            self._count_idle(run, kept - len(run))
+            self._count_idle(run, kept - len(run.slots))
             del run.digests[kept:], run.slots[kept:]
             if not kept:
                 del self._idle[run]
@@ -129,7 +129,7 @@ class BlockTable:
             run.ahead_until_ns = first_requester.announced.until_ns
         self._index.update(zip(digests, slots, strict=True))
         self._map(slots, run)
-        self.used += len(run)
+        self.used += len(run.slots)
         return run
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -137,11 +137,11 @@ class BlockTable:
     def pin(self, run: Run, number: int) -> None:
         """Add this request's pin."""
         if run.pins == 0:
-            self.pinned += len(run)
+            self.pinned += len(run.slots)
             if not run.in_call:
                 del self._idle[run]
-                self._count_idle(run, -len(run))
-                self.used += len(run)
+                self._count_idle(run, -len(run.slots))
+                self.used += len(run.slots)
         self._change_pins(run, 1, number)
 
     def unpin(self, slots: Sequence[int], number: int) -> None:
@@ -151,14 +151,14 @@ class BlockTable:
         for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
             self._change_pins(run, -1, -number)
             if run.pins == 0:
-                self.pinned -= len(run)
+                self.pinned -= len(run.slots)
                 self._settle(run)
 
     def _change_pins(self, run: Run, change: int, number: int) -> None:
-        self._count_sole(run, -len(run))
+        self._count_sole(run, -len(run.slots))
         run.pins += change
         run.holders += number
-        self._count_sole(run, len(run))
+        self._count_sole(run, len(run.slots))
 
     def _count_sole(self, run: Run, blocks: int) -> None:
         if run.pins == 1 and run.state is BlockState.STAGED:
@@ -169,10 +169,10 @@ class BlockTable:
     def staged(self, run: Run) -> None:
         """Note that its blocks have arrived."""
         run.state, run.unloaded = BlockState.STAGED, True
-        self._count_sole(run, len(run))
+        self._count_sole(run, len(run.slots))
         if (request := run.first_requester) is not None:
-            request.fetched_blocks += len(run)
-            request.disk_blocks += run.lane * len(run)
+            request.fetched_blocks += len(run.slots)
+            request.disk_blocks += run.lane * len(run.slots)
             run.first_requester = None
 
     def failed(self, run: Run, failure: Failure | None) -> None:
@@ -209,33 +209,28 @@ class BlockTable:
             del self._index[digest]
         if run in self._idle:
             del self._idle[run]
-            self._count_idle(run, -len(run))
+            self._count_idle(run, -len(run.slots))
             self._release(run)
 
     def detach_all(self) -> None:
         """Take all runs out of the index at once; `free_void` frees the slots of those that no request pins."""
         self._era += 1
         self._index.clear()
-        self._void += self._idle
+        self.void += self._idle
         self._idle.clear()
         self._unused = 0
 
-    @property
-    def void(self) -> bool:
-        """Whether there is something to do for `free_void`."""
-        return bool(self._void)
-
     def free_void(self, most: int) -> int:
         """Free the slots of up to so many runs of earlier eras; return of how many."""
-        count = min(max(0, most), len(self._void))
+        count = min(max(0, most), len(self.void))
         for _ in range(count):
-            self._release(self._void.popleft())
+            self._release(self.void.popleft())
         return count
 
     def waste_rest(self) -> None:
         """Count every unloaded block as waste: no request will load it."""
         for run in {run for run in self._runs if run is not None}:
-            self._waste(run, len(run))
+            self._waste(run, len(run.slots))
             run.unloaded = False
         self._unused = 0
 
@@ -250,12 +245,12 @@ class BlockTable:
         Only staged runs: no request waits for such a block, and no call writes to it.
         """
         if start:
-            start -= len(self.at(slots[start - 1]))
+            start -= len(self.at(slots[start - 1]).slots)
         last: Run | None = None
         for run in list(self.runs(slots[start:stop])):
             if run.pins != 1 or run.state is not BlockState.STAGED:
                 last = None
-            elif last is None or not run.is_like(last) or len(last) + len(run) > MAX_RUN:
+            elif last is None or not run.is_like(last) or len(last.slots) + len(run.slots) > MAX_RUN:
                 last = run
             else:
                 last.digests += run.digests
@@ -285,22 +280,22 @@ class BlockTable:
         """Make an unpinned run idle, or release it if the index has it no more; not while a call writes to it."""
         if run.in_call:
             return
-        self.used -= len(run)
+        self.used -= len(run.slots)
         if run.era != self._era:
             self._release(run)
         else:
             self._idle[run] = None
-            self._count_idle(run, len(run))
+            self._count_idle(run, len(run.slots))
 
     def _count_idle(self, run: Run, blocks: int) -> None:
         if run.unloaded and not run.ahead_until_ns:
             self._unused += blocks
 
     def _release(self, run: Run) -> None:
-        self._waste(run, len(run))
+        self._waste(run, len(run.slots))
         self._leave(run.slots)
         back = [slot for slot in run.slots if slot not in self._quarantined_now] if self._quarantined_now else run.slots
-        self.quarantined += len(run) - len(back)
+        self.quarantined += len(run.slots) - len(back)
         self._free.extend(back)
 
     def _waste(self, run: Run, blocks: int) -> None:
@@ -342,17 +337,17 @@ class BlockTable:
                 assert (run.pins, run.holders) == (len(holders[slot]), sum(holders[slot]))
                 assert run.in_call == (slot in in_call)
         idle = {run for run in runs if run.pins == 0 and not run.in_call}
-        assert {*self._idle, *self._void} == idle
+        assert {*self._idle, *self.void} == idle
         assert all(run.state is BlockState.STAGED for run in idle)
         assert all(run.era == self._era for run in self._idle)
-        assert self._unused == sum(len(run) for run in self._idle if run.unloaded and not run.ahead_until_ns)
+        assert self._unused == sum(len(run.slots) for run in self._idle if run.unloaded and not run.ahead_until_ns)
         pairs = [zip(run.digests, run.slots, strict=True) for run in runs if run.era == self._era]
         assert self._index == dict(chain.from_iterable(pairs))
-        assert self.used == sum(len(run) for run in runs - idle)
+        assert self.used == sum(len(run.slots) for run in runs - idle)
         gauges = self.gauges()
-        assert (gauges["slots_idle"], gauges["slots_quarantined"]) == (sum(map(len, idle)), len(gone))
+        assert (gauges["slots_idle"], gauges["slots_quarantined"]) == (sum(len(run.slots) for run in idle), len(gone))
         staged = [run for run in runs if run.state is BlockState.STAGED]
         alone = [holders[slot][0] for run in staged for slot in run.slots if len(holders[slot]) == 1]
         assert self.sole == Counter(alone)
-        assert gauges["blocks_pinned"] == sum(len(run) for run in runs if run.pins)
+        assert gauges["blocks_pinned"] == sum(len(run.slots) for run in runs if run.pins)
         return {slot for run in runs if run.unloaded for slot in run.slots}

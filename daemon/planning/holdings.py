@@ -35,7 +35,7 @@ class Debt(NamedTuple):
 class Holdings:
     """Pins, publishes and unpins blocks for requests. `changes`: what became of requests, in order.
 
-    `room`: runs that this event may still pin, show or give back.
+    `room`: runs that this event may still pin, show or give back.  `debts`: slots that `settle` gives back.
     """
 
     def __init__(self, blocks: BlockTable, queues: Queues) -> None:
@@ -49,15 +49,10 @@ class Holdings:
     @property
     def owes(self) -> bool:
         """Whether there is something to do for `settle`, or for another order."""
-        return bool(self._behind) or self._paused or self.owes_slots
-
-    @property
-    def owes_slots(self) -> bool:
-        """Whether `settle` gives slots back."""
-        return bool(self.debts) or self._blocks.void
+        return bool(self._behind or self._paused or self.debts or self._blocks.void)
 
     def next_change(self) -> Broken | Publication | TakenBack | None:
-        """Return the next change; None at the end of an event."""
+        """Return what became of a request. Call this after every event and order, until None."""
         if self.changes:
             return self.changes.popleft()
         self.room = RUNS
@@ -85,7 +80,7 @@ class Holdings:
             number, slots, loaded, until_ns = self.debts[0]
             start = len(slots)
             while start > 0 and self.room > 0:
-                start = max(0, start - len(self._blocks.at(slots[start - 1])))
+                start = max(0, start - len(self._blocks.at(slots[start - 1]).slots))
                 self.room -= 1
             part = slots[start:]
             del slots[start:]
@@ -112,7 +107,8 @@ class Holdings:
         if request.announced is None:
             run.ahead_until_ns = 0
         request.held.extend(run.slots)
-        request.lanes += bytes([run.lane]) * len(run)
+        request.issued += len(run.slots)
+        request.lanes += bytes([run.lane]) * len(run.slots)
 
     def advance(self, request: Request, now_ns: int = 0) -> None:
         """Publish what the staged blocks show; final once no more will come. `now_ns`: 0 if no bytes arrived."""
@@ -121,7 +117,7 @@ class Holdings:
         held, start = request.held, request.ready
         ready = start
         while ready < len(held) and self.room > 0 and (run := self._blocks.at(held[ready])).state is BlockState.STAGED:
-            ready += len(run)
+            ready += len(run.slots)
             self.room -= 1
         request.ready = ready
         if now_ns and ready > start:
@@ -134,7 +130,7 @@ class Holdings:
                 self._behind[request] = now_ns or self._behind.get(request, 0)
             elif run.state is BlockState.FAILED:
                 request.failure = run.failure
-                self.lose(request, range(ready, ready + len(run)))
+                self.lose(request, range(ready, ready + len(run.slots)))
                 return
             elif request.waits is not run:
                 run.waiters.append(request)
@@ -172,7 +168,7 @@ class Holdings:
         if choice.names is request.names:
             self._unpin(request, min(good, choice.entries))
         else:
-            request.names, before, request.held = choice.names, request.held, before
+            request.names, before, request.held, request.issued = choice.names, request.held, before, 0
             request.lanes.clear()
             request.ready = request.published = 0
         request.limit, request.waits = choice.entries, None
@@ -215,7 +211,7 @@ class Holdings:
             self.changes = deque(kept)
 
     def _unpin(self, request: Request, start: int, loaded: Sequence[range] = (), until_ns: int = 0) -> None:
-        dropped = request.held[start:]
+        dropped, request.issued = request.held[start:], min(start, request.issued)
         del request.held[start:], request.lanes[start:]
         self._give_back(request, dropped, loaded, until_ns)
 

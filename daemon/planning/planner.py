@@ -21,7 +21,7 @@ from ...kv.prompts import Choice, Prompt
 from .blocks import BlockTable
 from .holdings import Holdings
 from .queues import Queues, Stop
-from .requests import AnnounceTimes, Broken, Failure, FlagPort, Key, Order, Publication, Request, TakenBack
+from .requests import AnnounceTimes, Failure, FlagPort, Key, Order, Request
 from .runs import Lane, Run
 
 MAX_TRIES = 64  # requests that an engine may have claimed, tried for one slot
@@ -51,6 +51,8 @@ class Planner:
         self.requests: dict[Key, Request] = {}
         self._numbers: dict[int, Request] = {}
         self._queues = Queues(self._numbers)
+        # Whether next_order(lane) is worth a call, and whether the lane's most urgent request waits for room.
+        self.ready, self.starving = self._queues.ready, self._queues.starving
         self.holdings = Holdings(self.blocks, self._queues)
         self._orders: dict[int, Order] = {}
         self._overdue: dict[int, Order] = {}
@@ -168,7 +170,7 @@ class Planner:
         runs, at = list(self.blocks.runs(order.slots)), 0
         for run in runs:
             self.blocks.staged(run) if results[at] else self.blocks.failed(run, failure)
-            at += len(run)
+            at += len(run.slots)
             self.blocks.returned(run)
         self._wake(runs, now_ns)
 
@@ -222,10 +224,6 @@ class Planner:
 
     # --- publications -----------------------------------------------------------------------------------------------
 
-    def next_change(self) -> Broken | Publication | TakenBack | None:
-        """Return what became of a request. Call this after every event and order, until None."""
-        return self.holdings.next_change()
-
     def refused(self, request: Request) -> None:
         """The engine claimed or dropped the flag before a publication, so fetch nothing more for the request."""
         request.final = True
@@ -245,7 +243,7 @@ class Planner:
         slots = array("I")
         whole = max(1, self._chunk_blocks[lane] // AHEAD_SHARE) if ahead else self._chunk_blocks[lane]
         chunk = min(whole, max(most, whole // SMALLEST_SHARE)) if most else whole
-        while self.wants(lane) and len(slots) < chunk:
+        while self.ready[lane] and len(slots) < chunk:
             request = self._queues.head(lane)
             if request is None or (request.announced is not None) is not ahead:
                 break
@@ -263,7 +261,7 @@ class Planner:
             elif stop is not Stop.FULL:
                 if not slots and self._serve_in_part(request):
                     continue
-                self._queues.stop(lane, stop)
+                self._queues.starve(lane)
                 break
             elif chunk < whole or 2 * len(slots) >= chunk:
                 break  # this request would wait for the next one's blocks
@@ -281,10 +279,6 @@ class Planner:
     def starved(self, lane: Lane) -> bool:
         """Whether a request of this lane waits for room in staging."""
         return self._queues.starved(lane)
-
-    def wants(self, lane: Lane) -> bool:
-        """Whether next_order(lane) is worth a call."""
-        return self._queues.wants(lane)
 
     def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], chunk: int) -> Stop:
         """Pin this request's next blocks, and add the absent ones to an order of up to `chunk` blocks."""
@@ -329,7 +323,7 @@ class Planner:
 
         Only of a request that is less urgent than the taker, and unclaimed.
         """
-        self._taker = taker if self.holdings.owes_slots else None
+        self._taker = taker if self.holdings.debts or self.blocks.void else None
         if self._taker is not None:
             return False  # these slots come first, and to it
         urgency, alone = taker.urgency, map(self._numbers.get, self.blocks.sole)
@@ -385,7 +379,7 @@ class Planner:
             assert [slot for run in runs for slot in run.slots] == list(request.held), "whole runs"
             digests = tuple(digest for run in runs for digest in run.digests)
             assert digests == request.digests(0, request.issued)
-            assert request.lanes == b"".join(bytes([run.lane]) * len(run) for run in runs)
+            assert request.lanes == b"".join(bytes([run.lane]) * len(run.slots) for run in runs)
         in_call = {slot for order in (*self._orders.values(), *self._overdue.values()) for slot in order.slots}
         held = [(each.sequence, each.held) for each in self.requests.values()]
         return self.blocks.check([*held, *(each[:2] for each in self.holdings.debts)], in_call)

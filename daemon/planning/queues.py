@@ -26,12 +26,15 @@ class Stop(enum.Enum):
 
 
 class Queues:
-    """The requests of `numbers` that want work, each in the lane of its next block."""
+    """The requests of `numbers` that want work, each in the lane of its next block.
+
+    `ready`: whether an order of each lane is worth a try.  `starving`: whether its head found no room.
+    """
 
     def __init__(self, numbers: Mapping[int, Request]) -> None:
         self._numbers = numbers
         self._heaps: tuple[list[Urgency], list[Urgency]] = ([], [])
-        self._stopped: list[Stop | None] = [None, None]
+        self.ready, self.starving = [False, False], [False, False]
         self._free_ns = 0  # when the fetches of all ranked requests would have ended
 
     def rank(self, request: Request, block_ns: Sequence[float], *, waits: bool) -> None:
@@ -55,7 +58,8 @@ class Queues:
         if len(heap) > 4 * len(self._numbers) + 64:  # entries of requests that ended may fill most of it
             heap[:] = sorted({each for each in heap if each[-1] in self._numbers})
         if heap[0] == entry:
-            self._stopped[request.lane] = None
+            self.starving[request.lane] = False
+        self.ready[request.lane] = not self.starving[request.lane]
 
     def head(self, lane: Lane) -> Request | None:
         """Return the most urgent request that wants work of this lane."""
@@ -65,28 +69,25 @@ class Queues:
             if request is not None and request.lane is lane and request.wants_work and request.urgency == heap[0]:
                 return request
             heapq.heappop(heap)
+        self.ready[lane] = False
         return None
 
-    def wants(self, lane: Lane) -> bool:
-        """Whether an order of this lane is worth a try."""
-        return self._stopped[lane] is None and bool(self._heaps[lane])
-
-    def stop(self, lane: Lane, why: Stop) -> None:
+    def starve(self, lane: Lane) -> None:
         """Stop the lane until something changes: less urgent requests must not take room before its head."""
-        self._stopped[lane] = why
+        self.ready[lane], self.starving[lane] = False, True
 
     def changed(self) -> None:
         """There may be room now."""
-        self._stopped = [None, None]
+        self.ready[:], self.starving[:] = map(bool, self._heaps), (False, False)
 
     def starved(self, lane: Lane) -> bool:
         """Whether this lane waits for room."""
-        return self._stopped[lane] is Stop.NO_ROOM and self.head(lane) is not None
+        return self.starving[lane] and self.head(lane) is not None
 
     def must_yield(self, lane: Lane, urgency: Urgency) -> bool:
         """Whether a more urgent request of the other lane waits for the next slot that comes back."""
         other = Lane(1 - lane)
-        if self._stopped[other] is not Stop.NO_ROOM:
+        if not self.starving[other]:
             return False
         head = self.head(other)
         return head is not None and head.urgency < urgency

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from struct import Struct
 from typing import NamedTuple, Protocol
 
@@ -63,7 +64,8 @@ class Request:
     final: bool = False
     lane: Lane = Lane.MEMORY  # of the next block to order
     on_disk: bytes = b""  # 1 for each block that lies only on disk; blocks beyond lie in memory
-    held: array[int] = field(default_factory=lambda: array("I"))  # slots of [0, issued)
+    held: array[int] = field(default_factory=partial(array, "I"))  # slots of [0, issued)
+    issued: int = 0
     lanes: bytearray = field(default_factory=bytearray)  # of these blocks
     waits: Run | None = None  # the loading run at block `ready`
     failure: Failure | None = None  # of the first block that did not come
@@ -83,10 +85,6 @@ class Request:
     @property
     def blocks(self) -> int:
         return len(self.names) // self.prompt.name_bytes
-
-    @property
-    def issued(self) -> int:
-        return len(self.held)
 
     def digest(self, block: int) -> bytes:
         start = block * self.prompt.name_bytes

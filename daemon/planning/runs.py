@@ -46,9 +46,6 @@ class Run:
     waiters: list[Any] = field(default_factory=list)  # requests that wait for its first block
     failure: Any = None  # why it failed
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
     def is_like(self, other: Run) -> bool:
         """Whether the two may be one run, if the same requests pin both."""
         mine = (self.lane, self.era, self.ahead_until_ns, self.unloaded)

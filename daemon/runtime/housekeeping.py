@@ -61,7 +61,7 @@ class Housekeeping:
         self._epochs.reservations.others_bytes = self._backend.untouched_bytes + self._control.door.untaken_bytes
         shared.snapshot.missing = self._names.look(now_ns)
         shared.snapshot.held = self._epochs.reservations.held()
-        epochs, metrics = self._epochs.attached(), shared.metrics
+        epochs, metrics = self._epochs.all, shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)
         metrics.show_engines(report.numbers(epoch, now_ns) for epoch in epochs)
         metrics.show("engines", {(): len(epochs)})
@@ -83,4 +83,4 @@ class Housekeeping:
             store = "store not there yet: everything is a miss"
         elif not self._shared.store.answering:
             store = "store does not answer: new requests are misses"
-        return f"engines: {len(self._epochs.attached())}; {store}; mode: {self._shared.mode}"
+        return f"engines: {len(self._epochs.all)}; {store}; mode: {self._shared.mode}"

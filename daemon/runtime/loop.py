@@ -40,13 +40,10 @@ class Loop:
         self._epoll, self._signals = epoll, signals
         self._look_ns = 0.0  # CPU time of one look
         self._active_ns = 0  # when there was something to do last
+        self.tick_ns = IDLE_TICK_NS  # the period of the work beside the loop; an idle daemon's wake-ups are its cost
         self._next = 0  # the engine whose turn it is to start a fetch
         self._saver = 0  # and a put
         epoll.register(shared.pools.fd, select.EPOLLIN)
-
-    def tick_ns(self, now_ns: int) -> int:
-        """Return the period of the work beside the loop: longer in an idle daemon, whose wake-ups are its cost."""
-        return IDLE_TICK_NS if now_ns - self._active_ns > IDLE_AFTER_NS else TICK_NS
 
     def turn(self, now_ns: int, until_ns: int) -> None:
         """Do the work that is there, and wait for more until the next tick."""
@@ -57,7 +54,7 @@ class Loop:
         self._start_saves(now_ns)
         for epoch in self._epochs.corrupt():
             self._control.handshake.end(epoch, Ending.DAEMON_FAULT)
-        epochs = self._epochs.attached()  # without those that ended now
+        epochs = self._epochs.all  # without those that ended now
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
         # Every quiet ring announces the sleep, also behind one that is not empty.
@@ -67,7 +64,7 @@ class Loop:
             if owing:  # an engine on the same core first takes what was published for it
                 select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
             else:
-                rarer = min(epoch.contain(_rarer, 1.0, epoch.planner) for epoch in busy)
+                rarer = min(_rarer(epoch.planner) for epoch in busy)
                 waits = any(epoch.planner.requests for epoch in busy)
                 quiet_ns = until_ns if waits else max(epoch.heard_ns for epoch in busy) + QUIET_NS
                 self._look([epoch.channel.ring for epoch in busy], rarer, min(until_ns, quiet_ns))
@@ -75,11 +72,12 @@ class Loop:
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
         for ring in quiet:
             ring.wake()
-        for epoch in self._epochs.attached():  # at once: an engine may wait for the answer
+        for epoch in self._epochs.all:  # at once: an engine may wait for the answer
             epoch.drain(time.monotonic_ns() + DRAIN_NS)
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
         if self._handle([fd for fd, _ in events], time.monotonic_ns()) or busy:
             self._active_ns = now_ns
+        self.tick_ns = IDLE_TICK_NS if now_ns - self._active_ns > IDLE_AFTER_NS else TICK_NS
 
     def _look(self, rings: Sequence[Consumer], rarer: float, until_ns: int) -> None:
         """Look at these rings now and then, until one has a record, a descriptor is readable, or the time is over."""
@@ -93,20 +91,22 @@ class Loop:
 
     def _start_fetches(self) -> None:
         """Start fetches of each lane, one engine after the other, while the lane has room; then those ahead."""
-        epochs = self._epochs.attached()
+        epochs = self._epochs.all
         for lane in Lane:
             idle = 0
             while idle < len(epochs):
                 self._next += 1
-                idle = 0 if epochs[self._next % len(epochs)].start_fetch(lane) else idle + 1
+                epoch = epochs[self._next % len(epochs)]
+                idle = 0 if epoch.planner.ready[lane] and epoch.start_fetch(lane) else idle + 1
             for epoch in epochs:
-                epoch.start_fetch(lane, ahead=True)
+                if epoch.planner.ready[lane]:
+                    epoch.start_fetch(lane, ahead=True)
 
     def _start_saves(self, now_ns: int) -> None:
         """Start the next put, or removal, of the engines in turn, where loads leave the link to it."""
-        pools, epochs = self._shared.pools, self._epochs.attached()
-        waiting = any(epoch.contain(epoch.saver.waiting, False, now_ns) for epoch in epochs)
-        both = pools.fetches_in_flight > 0 and (waiting or not pools.save_room())
+        pools, epochs = self._shared.pools, self._epochs.all
+        waiting = any(epoch.saver.puts and epoch.contain(epoch.saver.waiting, False, now_ns) for epoch in epochs)
+        both = (waiting or not pools.save_room()) and pools.fetches_in_flight > 0
         pools.link_share.compete(now_ns, both=both)
         for number in range(self._saver, self._saver + len(epochs)) if waiting else ():
             if epochs[number % len(epochs)].start_save():
@@ -118,7 +118,7 @@ class Loop:
 
         Return whether another process wanted something: a result may be that of the daemon's own look at the store.
         """
-        doorbells = {epoch.memory.doorbell.fd: epoch.memory.doorbell for epoch in self._epochs.attached()}
+        doorbells = {epoch.memory.doorbell.fd: epoch.memory.doorbell for epoch in self._epochs.all}
         others = []
         for fd in fds:
             if fd == self._shared.pools.fd:
@@ -129,12 +129,13 @@ class Loop:
                 doorbells[fd].clear()
             else:
                 others.append(fd)
-        self._control.ready(others, now_ns)
+        if others:
+            self._control.ready(others, now_ns)
         return bool(others) or not doorbells.keys().isdisjoint(fds)
 
 
 def _rarer(planner: Planner) -> float:
     """Return the factor between two looks for an engine. The next record may bring room for a request that wants it."""
-    wants_room = planner.fetch_waits and not any(planner.wants(lane) for lane in Lane)
+    wants_room = any(planner.starving) and not any(planner.ready)
     queue = 0 if wants_room else len(planner.requests)
     return min(max(queue, QUEUE.start), QUEUE.stop) / QUEUE.start

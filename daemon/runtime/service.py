@@ -34,7 +34,7 @@ FIRST_NS = 60_000_000_000  # for the first engine, whose start takes longer than
 
 
 class Idle:
-    """Says when no engine was there for `exit_idle_s`; never where that is 0."""
+    """Says when no engine was there for `exit_idle_s`."""
 
     def __init__(self, exit_idle_s: int, now_ns: int) -> None:
         self._bound_ns = exit_idle_s * 1_000_000_000
@@ -43,7 +43,7 @@ class Idle:
     def over(self, now_ns: int, *, engines: bool) -> bool:
         if engines:
             self._until_ns = now_ns + self._bound_ns
-        return self._bound_ns > 0 and now_ns >= self._until_ns
+        return now_ns >= self._until_ns
 
 
 class Daemon:
@@ -115,15 +115,14 @@ class Daemon:
         self._log.info("daemon.ready", socket=listener.path, pid=os.getpid(), staging=config.staging)
         snapshot.phase = "serving"
         self._notifier.ready(housekeeping.summary())
-        ticked_ns, idle = 0, Idle(config.exit_idle_s, time.monotonic_ns())
+        ticked_ns, idle = 0, Idle(config.exit_idle_s, time.monotonic_ns()) if config.exit_idle_s else None
         while not self._signals.stop and not self._backend.master_died:
             now_ns = time.monotonic_ns()
-            tick_ns = loop.tick_ns(now_ns)
-            if now_ns - ticked_ns >= tick_ns:
+            if now_ns - ticked_ns >= loop.tick_ns:
                 ticked_ns = now_ns
                 housekeeping.tick(now_ns)
             # In each turn: an engine may come and go between two ticks.
-            if idle.over(now_ns, engines=control.handshake.has_engines()):
+            if idle is not None and idle.over(now_ns, engines=control.handshake.has_engines()):
                 self._log.info("daemon.idle", idle_s=config.exit_idle_s)
                 self._signals.note(signal.SIGTERM)
             if self._signals.reload:
@@ -131,7 +130,7 @@ class Daemon:
                 self._notifier.reloading()
                 control.reload(*reloaded(shared.config, self._reread, self._log))
                 self._notifier.ready(housekeeping.summary())
-            loop.turn(now_ns, ticked_ns + tick_ns)
+            loop.turn(now_ns, ticked_ns + loop.tick_ns)
 
     def _shut_down(self, pools: Pools) -> None:
         """End engines first (they fall back at once), then calls in flight, then the store, then its master."""

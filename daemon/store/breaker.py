@@ -27,13 +27,10 @@ class Breaker:
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._pause_s = 0.0  # 0 while closed
+        self.closed = True
         self._worked = 0  # calls so far
         self._known_at = clock()  # when a call worked or failed last
         self._probing = False
-
-    @property
-    def closed(self) -> bool:
-        return self._pause_s == 0
 
     @property
     def due(self) -> bool:
@@ -65,7 +62,7 @@ class Breaker:
         with self._lock:
             was_open = not self.closed
             self._worked += 1
-            self._pause_s, self._known_at = 0.0, self._clock()
+            self._pause_s, self.closed, self._known_at = 0.0, True, self._clock()
         return was_open
 
     def failed(self, attempt: Attempt | None = None) -> float:
@@ -79,5 +76,5 @@ class Breaker:
             counts = attempt is None or attempt.worked == self._worked
             if counts and (self.closed or (attempt is not None and attempt.probe)):
                 self._pause_s = min(max(MIN_PAUSE_S, self._pause_s * 2), MAX_PAUSE_S)
-                self._retry_at = self._clock() + self._pause_s
+                self._retry_at, self.closed = self._clock() + self._pause_s, False
             return self._pause_s

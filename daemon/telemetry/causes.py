@@ -100,7 +100,8 @@ def _cause(record: Record) -> Cause | None:
     if failed is Cause.NODE and record.get("medium") == "disk" and not record.get("owners"):
         failed = Cause.DISK  # Mooncake names no node of a disk
     parts = _parts(record)
-    longest = max(parts, key=lambda each: parts[each] / (2 if each in _OWN else 1))
+    weighed = {each: took / (2 if each in _OWN else 1) for each, took in parts.items()}
+    longest = max(weighed, key=weighed.__getitem__)
     if outcome == Ending.MISS.value:
         if record.get("store_unavailable") or parts[Cause.MASTER] >= _MASTER_MS:
             return Cause.MASTER

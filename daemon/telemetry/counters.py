@@ -31,9 +31,10 @@ class Counters:
         return self._sums[name]
 
     def add(self, name: str, count: float = 1, *label: str) -> None:
-        """Count, with the value of the metric's label where it has one."""
-        self._sums[name] += count  # type: ignore[assignment]  # of seconds
-        self.metrics.add(name, count, *label)
+        """Count what is above zero, with the value of the metric's label where it has one."""
+        if count > 0:
+            self._sums[name] += count  # type: ignore[assignment]  # of seconds
+            self.metrics.add(name, count, *label)
 
     def reach(self, name: str, total: int, *label: str) -> None:
         """Count up to a total that another part keeps."""
@@ -65,5 +66,5 @@ class Counters:
 
     def totals(self) -> dict[str, int]:
         """Return the numbers of an engine for the log and the status."""
-        sums = {name: int(self[name]) for name in _LOGGED}
-        return {**sums, "dropped_hints": int(self["hints_dropped"]), "fetched_blocks": self.fetched_blocks}
+        sums = {name: int(self._sums[name]) for name in _LOGGED}
+        return {**sums, "dropped_hints": int(self._sums["hints_dropped"]), "fetched_blocks": self.fetched_blocks}

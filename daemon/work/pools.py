@@ -56,38 +56,33 @@ class Pool:
         self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
         self._meter = meter if meter is not None else Meter()
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
-        self._calls: dict[Call, None] = {}  # handed in and not returned; the main loop's
+        self.calls: dict[Call, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0
         self.stuck = 0
 
     @property
-    def calls(self) -> int:
-        """Handed in and not returned."""
-        return len(self._calls)
-
-    @property
     def in_flight(self) -> int:
         """Those of them that are not past their deadline."""
-        return len(self._calls) - self.stuck
+        return len(self.calls) - self.stuck
 
     def crowd(self, engine: EngineCalls | None) -> int:
         """Count the calls in this engine's way: not those past their deadline, nor slow ones of others."""
         now = self._clock_ns()
         return sum(
-            not call.stuck and (call.engine is engine or not call.runs_longer(SLOW_NS, now)) for call in self._calls
+            not call.stuck and (call.engine is engine or not call.runs_longer(SLOW_NS, now)) for call in self.calls
         )
 
     def exhausted(self, engine: EngineCalls | None) -> bool:
         """Whether so many calls hang, one of this engine's among them, that no other is started for it."""
-        return self.stuck >= MAX_STUCK and any(call.stuck and call.engine is engine for call in self._calls)
+        return self.stuck >= MAX_STUCK and any(call.stuck and call.engine is engine for call in self.calls)
 
     def oldest_ns(self) -> int | None:
         """Return when the oldest call that runs now began; None when none does. Any thread may call."""
-        running = [call.started_ns for call in list(self._calls) if call.started_ns and not call.done]
+        running = [call.started_ns for call in list(self.calls) if call.started_ns and not call.done]
         return min(running, default=None)
 
     def submit(self, call: Call) -> None:
-        self._calls[call] = None
+        self.calls[call] = None
         self._meter.began(self._clock_ns())
         call.start()
         if call.on_overdue is not None and self.exhausted(call.engine):
@@ -98,7 +93,7 @@ class Pool:
 
     def tick(self, now_ns: int, timeout_ns: int) -> None:
         """Give up the calls that run longer than `timeout_ns`, and those that may not start."""
-        timed = [call for call in self._calls if call.on_overdue is not None]
+        timed = [call for call in self.calls if call.on_overdue is not None]
         for call in timed:
             if not call.stuck and call.runs_longer(timeout_ns, now_ns):
                 call.stuck = True
@@ -111,8 +106,8 @@ class Pool:
         self._start_threads()
 
     def _refuse(self, call: Call) -> None:
-        if call in self._calls:
-            del self._calls[call]
+        if call in self.calls:
+            del self.calls[call]
             self._meter.ended(self._clock_ns())
             call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
 
@@ -124,7 +119,7 @@ class Pool:
     def _start_threads(self) -> None:
         """Have as many threads as calls, up to `size`; calls that hang or are slow, and their threads, do not count."""
         slow = self._slow()
-        while self._threads - slow < min(self._size, len(self._calls) - slow):
+        while self._threads - slow < min(self._size, len(self.calls) - slow):
             name = f"{self._kind.value}-{self._threads + 1}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
@@ -135,7 +130,7 @@ class Pool:
 
     def _slow(self) -> int:
         now = self._clock_ns()
-        return sum(call.stuck or call.runs_longer(SLOW_NS, now) for call in self._calls)
+        return sum(call.stuck or call.runs_longer(SLOW_NS, now) for call in self.calls)
 
     def _work(self) -> None:
         if self._kind in FETCHES:
@@ -156,11 +151,11 @@ class Pool:
 
     def _returned(self, call: Call) -> None:
         """On the main loop."""
-        del self._calls[call]
+        del self.calls[call]
         self.stuck -= call.stuck
         if not call.stuck:
             self._meter.ended(self._clock_ns())
-        if self._threads - self._slow() > self._size:
+        if self._threads > self._size and self._threads - self._slow() > self._size:
             self._threads -= 1
             self._queue.put(None)  # one thread too many: any of them may go
         call.finish(call.result)
@@ -209,7 +204,8 @@ class Pools:
 
     def save_room(self, engine: EngineCalls | None = None) -> bool:
         """Whether no put or removal runs but slow ones of other callers."""
-        return not self._pools[CallKind.SAVE].crowd(engine)
+        pool = self._pools[CallKind.SAVE]
+        return not (pool.calls and pool.crowd(engine))
 
     @property
     def fetches_in_flight(self) -> int:
@@ -218,7 +214,7 @@ class Pools:
     def running(self) -> dict[str, int]:
         """When the oldest call that runs now began, of each kind (CLOCK_MONOTONIC ns). Any thread may call."""
         began = {
-            name: [since for kind in kinds if (since := self._pools[kind].oldest_ns())]
+            name: [since for kind in kinds if self._pools[kind].calls and (since := self._pools[kind].oldest_ns())]
             for name, kinds in _REPORTED.items()
         }
         return {name: min(since) for name, since in began.items() if since}
@@ -241,7 +237,8 @@ class Pools:
     def tick(self, now_ns: int) -> None:
         """On the main loop, a few times a second: give up the calls past their deadline."""
         for pool in self._pools.values():
-            pool.tick(now_ns, self.timeout_ns)
+            if pool.calls:
+                pool.tick(now_ns, self.timeout_ns)
 
     def clear_bell(self) -> None:
         """On the main loop, before results are taken."""
@@ -255,7 +252,7 @@ class Pools:
         for pool in self._pools.values():
             pool.close()
         deadline = self._clock_ns() + self.timeout_ns
-        while (calls := sum(pool.calls for pool in self._pools.values())) and self._clock_ns() < deadline:
+        while (calls := sum(len(pool.calls) for pool in self._pools.values())) and self._clock_ns() < deadline:
             if not self.run_finished():
                 time.sleep(0.01)
         if not calls:

@@ -42,8 +42,8 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag(engine: Engin
     engine.ask((1, 1))
     assert epoch.planner.next_order() is not None
     assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
-    assert epoch.planner.next_change() == TakenBack(epoch.planner.requests[0, 1])
-    assert epoch.planner.next_change() is None
+    assert epoch.planner.holdings.next_change() == TakenBack(epoch.planner.requests[0, 1])
+    assert epoch.planner.holdings.next_change() is None
     engine.put((0, 1), FlagState.CLAIMED)
     assert not epoch.channel.take_back((0, 1)), "never under a claim"
     assert not epoch.channel.take_back((0, 2)), "nor in another use"

@@ -43,6 +43,7 @@ class Setup:
     def due(self, after_ns: int = 0) -> Due | None:
         """Return what is announced then, under the next number."""
         self.now += after_ns
+        self.sessions.forget_outdated(self.now)
         due = self.sessions.next_due(self.now, self.free, self.numbers + 1)
         self.numbers += due is not None
         return due

@@ -86,7 +86,7 @@ class Planner(module.Planner):
     def carry_out(self) -> None:
         if self.holdings.owes:
             self.holdings.settle()
-        while (change := self.next_change()) is not None:
+        while (change := self.holdings.next_change()) is not None:
             if isinstance(change, Publication) and not self.flags.publish(change):
                 self.refused(change.request)
             elif isinstance(change, Broken) and self.stored:

@@ -22,7 +22,7 @@ def test_blocks_of_one_request_are_one_run_until_another_prompt_parts_from_it() 
     run(planner)
 
     def runs(key: Key) -> list[int]:
-        return [len(run) for run in planner.blocks.runs(planner.requests[key].held)]
+        return [len(run.slots) for run in planner.blocks.runs(planner.requests[key].held)]
 
     assert runs(one) == [8]
     same = hint(planner, 2, *"abcdefgh", local=2)

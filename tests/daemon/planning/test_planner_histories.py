@@ -186,7 +186,7 @@ class History:
             self.planner.finish(self.flags.ended.pop().key)
         unloaded = self.planner.check()
         assert self.planner.gauges()["slots_stuck"] == sum(len(order.slots) for order in self.overdue)
-        if not self.planner.holdings.owes_slots:
+        if not (self.planner.holdings.debts or self.planner.blocks.void):
             assert self.fetched == self.loaded + sum(self.planner.blocks.wasted) + len(unloaded), "each has one fate"
             assert unloaded <= self.fresh
         flags = self.flags
@@ -211,7 +211,7 @@ class History:
                 break
             planner.carry_out()
             ended = [key for key in live if planner.requests[key].final or key in flags.claimed]
-            more = planner.holdings.owes or any(map(planner.wants, Lane))
+            more = planner.holdings.owes or any(planner.ready)
             assert ended or not live or more, "a request waits and nothing will ever come"
             for key in ended[:1]:
                 flags.claimed.discard(key)

@@ -119,4 +119,4 @@ def test_a_lane_that_its_head_held_up_goes_on_with_the_next_one(lane: Lane) -> N
     assert planner.next_order(lane) is None
     planner.stop(head)
     assert head in flags.final
-    assert planner.wants(lane) or behind in flags.final
+    assert planner.ready[lane] or behind in flags.final
