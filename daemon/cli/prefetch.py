@@ -46,6 +46,7 @@ EX_DATA, EX_INTERRUPTED = 65, 130
 MAX_LINE_BYTES = 8 << 20
 AT_ONCE_BYTES = 4 << 20  # of the lines of one message
 FORMER = {"hashes": "block_hashes", "prompt_token_ids": "token_ids"}  # names of earlier releases
+FORMER_KEYS = {"blocks": "announced", "absent": "missing"}  # of --json in the release before, printed for one longer
 SHOWN = 5  # bad lines that are named
 PROGRESS_S = 0.2
 ANSWER_S = 30.0  # the door hashes all prompts of a message first
@@ -89,7 +90,8 @@ def _ended(sender: Sender, arguments: Arguments, status: int, *why: str) -> int:
     if len(problems) > SHOWN:
         print(f"kvprefetchd: {arguments.file}: {len(problems) - SHOWN} more lines", file=sys.stderr)
     if arguments.json:
-        counts = {name: sender.counts[name] for name in ("asked", "staged", "fetched", "no_room", "failed", "missing")}
+        names = ("announced", "staged", "fetched", "no_room", "failed", "missing")
+        counts = {name: sender.counts[FORMER_KEYS.get(name, name)] for name in (*names, *FORMER_KEYS)}
         numbers = {"engine": sender.engine, "lines": sender.lines, "bad_lines": len(sender.bad), **counts}
         show(numbers, ok=status == 0, problems=[*problems, *why])
     else:
@@ -135,7 +137,7 @@ class Sender:
             self.counts.update(blocks)
             if each.outcome not in ("rejected", "missing"):  # what was clipped had no room, and others may end early
                 looked_up = blocks["staged"] + blocks["started"] + blocks["missing"]
-                self.counts["no_room" if looked_up else "failed"] += blocks["asked"] - looked_up
+                self.counts["no_room" if looked_up else "failed"] += blocks["announced"] - looked_up
                 self.counts["failed"] += blocks["started"] - blocks["fetched"] - blocks["no_room"] - blocks["failed"]
         self._show()
 
@@ -167,8 +169,9 @@ def described(sender: Sender) -> str:
 def counted(counts: Counter[str]) -> str:
     failed = f", {counts['failed']} could not be fetched" if counts["failed"] else ""
     return (
-        f"{counts['asked']} blocks: {counts['staged'] + counts['started']} found ({counts['staged']} staged already, "
-        f"{counts['fetched']} fetched, {counts['no_room']} without room{failed}), {counts['missing']} not in the store"
+        f"{counts['announced']} blocks: {counts['staged'] + counts['started']} found ({counts['staged']} staged "
+        f"already, {counts['fetched']} fetched, {counts['no_room']} without room{failed}), {counts['missing']} not in "
+        "the store"
     )
 
 

@@ -94,11 +94,11 @@ class Envelope(Said):
 class Blocks(BaseModel):
     """Blocks of an announced prompt, by what became of them.
 
-    `asked` for; of these `staged` already, `started` to be fetched, `missing` in the store; of the started ones, once
+    `announced`; of these `staged` already, `started` to be fetched, `missing` in the store; of the started ones, once
     it is completed, `fetched`, or without room (`no_room`), or `failed`.
     """
 
-    asked: int = 0
+    announced: int = 0
     staged: int = 0
     started: int = 0
     missing: int = 0

@@ -90,7 +90,7 @@ class _Announcement:
                 "number": self.order.number,
                 "outcome": outcome,
                 "reason": reason,
-                "asked": self.blocks,
+                "announced": self.blocks,
                 "staged": self.staged,
                 "started": self.found - self.staged,
                 "absent": self.planned - self.found if self.looked_up else 0,

@@ -184,7 +184,7 @@ class AnnounceStep(Packet):
     First it is rejected, missing (the store has nothing of it), accepted, or clipped (a bound cut it), then completed.
     Once its request comes it was used, or late: not all was there yet.  Without one it is expired.
 
-    Blocks: `asked` as announced; of these, `staged` already, `started` to be fetched, `absent` in the store; of the
+    Blocks: `announced`; of these, `staged` already, `started` to be fetched, `absent` in the store; of the
     started ones, once it is completed, `fetched`, or without `room`, or `failed`.
     """
 
@@ -192,7 +192,7 @@ class AnnounceStep(Packet):
     number: int
     outcome: Step
     reason: str = ""
-    asked: int = 0
+    announced: int = 0
     staged: int = 0
     started: int = 0
     absent: int = 0

@@ -51,7 +51,7 @@ def test_a_warmed_prompt_is_a_hit_at_once(site: Site, tmp_path: Path) -> None:
     engine = site.bed(extra={"cache_prefix": "warm"})
     counts = warmed_prompts_are_hits(site, engine, PROMPTS, RIGHT, tmp_path / "prompts.jsonl")
     blocks = sum(whole_blocks(prompt) // BLOCK for prompt in PROMPTS)
-    assert (counts["asked"], counts["fetched"]) == (blocks, blocks)
+    assert (counts["announced"], counts["fetched"]) == (blocks, blocks)
     engine.stop()
 
 

@@ -105,7 +105,7 @@ def test_announced_prompts_have_an_outcome_each_and_are_found(serve: Callable[..
     )
     staged, missing, refused = sent.wait(60)
     assert sent.done
-    assert (staged.outcome, staged.engine, staged.blocks.found, staged.blocks.asked) == ("completed", "one", 12, 12)
+    assert (staged.outcome, staged.engine, staged.blocks.found, staged.blocks.announced) == ("completed", "one", 12, 12)
     assert (missing.outcome, missing.blocks.missing) == ("missing", 3)
     assert refused.outcome == "rejected"
     assert "engine='another'" in refused.reason

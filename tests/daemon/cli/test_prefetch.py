@@ -40,6 +40,7 @@ def counted(path: Path, text: str, status: int = 0, *options: str) -> dict[str, 
     result = prefetch(path, text, "--json", *options)
     assert result.returncode == status, result
     counts: dict[str, Any] = json.loads(result.stdout)
+    assert (counts["blocks"], counts["absent"]) == (counts["announced"], counts["missing"]), "the former names"
     return {name: counts[name] for name in ("staged", "fetched", "missing", "no_room", "failed") if counts[name]}
 
 

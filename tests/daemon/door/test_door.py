@@ -93,7 +93,7 @@ def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: A
     engine.load(chain[:10], session=session_digest("run-42"))
     assert ask_door("POST", "/v1/kv_hints", message("m1", {"session_id": "run-42", "expected_in_ms": 50}))[0] == 202
     done = became(daemon, "m1", "completed")
-    assert (done["blocks"]["asked"], done["blocks"]["staged"]) == (10, 10)
+    assert (done["blocks"]["announced"], done["blocks"]["staged"]) == (10, 10)
     assert engine.load(chain, name="again", session=session_digest("run-42")) == list(values.values())
     line = request_line(daemon, "again")
     assert (line["announced_blocks"], line["announced_staged"]) == (10, 10)

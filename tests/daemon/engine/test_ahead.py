@@ -147,7 +147,7 @@ def test_of_what_waits_the_most_urgent_begins_and_a_bound_of_bytes_cuts_it() -> 
     begun = [name for name, outcome in setup.told if outcome.outcome in ("accepted", "clipped") and name != "h"]
     assert begun == ["c", "b", "a", "defg"]
     clipped = next(outcome for name, outcome in setup.told if name == "defg")
-    assert (clipped.outcome, clipped.asked, clipped.started, clipped.reason) == ("clipped", 4, 2, "blocks=4 max=2")
+    assert (clipped.outcome, clipped.announced, clipped.started, clipped.reason) == ("clipped", 4, 2, "blocks=4 max=2")
 
 
 def test_what_waits_for_its_request_is_bounded_by_the_room() -> None:

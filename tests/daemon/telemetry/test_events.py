@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvprefetch.client import Answered, Blocks
 from kvprefetch.daemon.telemetry import events, metrics
 from kvprefetch.daemon.telemetry.causes import Cause
 from kvprefetch.daemon.telemetry.events import FLOODS, LEVELS, Ending
@@ -108,10 +109,11 @@ def strangers(glossary: str, names: set[str]) -> set[str]:
     }
 
 
-def test_a_word_in_the_names_of_log_and_metrics_has_the_meaning_of_the_glossary() -> None:
+def test_a_word_in_the_names_of_log_metrics_and_api_has_the_meaning_of_the_glossary() -> None:
     """The row of a word that could mean several things has all names with it."""
     statistics = (ROOT / "docs/METRICS.md").read_text().split("## The connector's statistics")[1]
     names = {*EVENTS, *COMMON, *metrics.CATALOGUE, *admin.ENDS, *metrics.ANNOUNCED_RESULTS}
+    names |= {name for shown in (admin.AnnounceStep, admin.Status, Answered, Blocks) for name in shown.model_fields}
     names |= set(re.findall(r"^\| `(\w+)` \|", statistics, re.MULTILINE))
     names |= {each.value for each in (*Ending, *Cause)} | {use for uses in metrics.USES.values() for use in uses}
     names |= {label for metric in metrics.CATALOGUE.values() for label in metric.labels}
