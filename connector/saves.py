@@ -114,10 +114,11 @@ class Saves:
         return not self._decode and (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
 
     def plan_step(
-        self, epoch: SchedulerEpoch, output: Any, cache: LocalCache, requests: Mapping[str, RequestState]
+        self, epoch: SchedulerEpoch | None, output: Any, cache: LocalCache, requests: Mapping[str, RequestState]
     ) -> Iterator[SaveOrder]:
         """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
 
+        Without an epoch the daemon does not know of the last reset yet: all blocks wait for slots until it does.
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
         block_tokens = self._geometry.block_tokens
@@ -159,13 +160,13 @@ class Saves:
                         found[block.name] = block
         return [*found.values()]
 
-    def _plan_states(self, epoch: SchedulerEpoch, offered: list[_Block]) -> Iterator[SaveOrder]:
+    def _plan_states(self, epoch: SchedulerEpoch | None, offered: list[_Block]) -> Iterator[SaveOrder]:
         """Save states, before anything that the running requests keep. Raises SegmentCorrupt.
 
         Those that find no slot wait beside the blocks of finished requests, as vLLM gives their blocks back, too.
         """
         left = offered
-        if epoch.credits.available():
+        if epoch is not None and epoch.credits.available():
             yield (order := self._order(epoch, offered))
             left = offered[len(order.slots) :]
         self._counters["save_blocks_unsaved"] += max(0, len(left) - (room := MAX_LEFT - len(self.left)))
@@ -173,7 +174,7 @@ class Saves:
 
     def plan(
         self,
-        epoch: SchedulerEpoch,
+        epoch: SchedulerEpoch | None,
         state: RequestState,
         scheduled_tokens: int,
         block_ids: Callable[[], Sequence[Sequence[int]]],
@@ -186,7 +187,7 @@ class Saves:
         stop = self.storable_blocks(state, scheduled_tokens)
         if state.tainted or stop <= state.saved:
             return None
-        if (digests := state.digests) is None or not (room := epoch.credits.available()):
+        if (digests := state.digests) is None or epoch is None or not (room := epoch.credits.available()):
             state.storable = stop  # `leave` looks which of them the request holds
             return None
         held = block_ids()
@@ -280,14 +281,13 @@ class Saves:
         self.left.update((block.name, block) for _, block in left)
         self._counters["save_blocks_unsaved"] += state.storable - end
 
-    def plan_left(self, epoch: SchedulerEpoch, cache: LocalCache) -> SaveOrder | None:
+    def plan_left(self, epoch: SchedulerEpoch | None, cache: LocalCache) -> SaveOrder | None:
         """Save blocks that finished requests left, as far as there are slots. Raises SegmentCorrupt.
 
         Such a block is not pinned.  Copying it in this step is safe: no request of this step has been given it, and a
         later write comes later on the stream.
         """
-        room = epoch.credits.available() if self.left else 0
-        if not room:
+        if epoch is None or not self.left or not (room := epoch.credits.available()):
             return None
         looked = [*islice(self.left.values(), LEFT_LOOKS)]
         chosen: list[_Block] = []

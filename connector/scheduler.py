@@ -324,8 +324,8 @@ class SchedulerSide:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
             saving, unsent = self.counts[SAVING], self.counts[UNSENT]
-            if epoch is not None and (saving or unsent or self.saves.left) and epoch.alive(now):
-                if unsent:
+            if self._epoch is not None and (saving or unsent or self.saves.left) and self._epoch.alive(now):
+                if unsent and epoch is not None:
                     self.claims.send_unsent(self.requests.values(), epoch, self.cache.tokens)
                 meta.saves.extend(self.saves.plan_step(epoch, output, self.cache, self.requests if saving else {}))
             if self.saves.copied and self._epoch is not None:

@@ -11,7 +11,7 @@ import pytest
 from kvprefetch.connector.metadata import KVPrefetchWorkerMeta, OfReset, RankWeights
 from kvprefetch.shmring.wire.records import FlagState
 
-from .fakes import BLOCK, Engine
+from .fakes import BLOCK, Engine, block_ids
 
 
 def test_a_reset_voids_everything_older() -> None:
@@ -220,6 +220,26 @@ def test_nothing_goes_on_before_the_daemon_knows_of_the_reset() -> None:
     for confirmed, answer in ((1, (0, False)), (2, (None, False))):
         engine.link.confirmed_reset = confirmed
         assert engine.match(engine.add(f"again {confirmed}", 3 * BLOCK)) == answer
+
+
+def test_what_ends_before_the_daemon_knows_of_the_reset_is_saved_once_it_does() -> None:
+    """A short request may be over before the ranks have told their digests and the daemon its answer."""
+    engine = Engine(credits=range(8))
+    engine.link.confirms = False
+    assert engine.side.reset()
+    request = engine.admitted("r", 3 * BLOCK)
+    assert engine.step([(request, 3 * BLOCK)]).saves == []
+    engine.report(b"new")
+    engine.side.finished(request, (block_ids(request),))
+    engine.cache.names = dict(zip(block_ids(request), request.names(0, 3), strict=True))
+    assert engine.step([]).saves == []
+    assert engine.side.has_pending_work()
+    engine.link.confirmed_reset = engine.side.resets.generation
+    meta = engine.step([])
+    assert [len(order.block_ids) for order in meta.saves] == [3]
+    engine.acknowledge(meta)
+    engine.step([])
+    assert not engine.side.has_pending_work()
 
 
 def test_a_reset_without_a_daemon_is_sent_when_one_is_there() -> None:
