@@ -1,4 +1,4 @@
-"""An editor's way through the package: each import of ours resolves, and leads to the tracked file."""
+"""An editor's way through the package: imports across its rooms lead to tracked files. mypy resolves each import."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("connector", "daemon", "kv", "package", "shmring")
-# Third parties that only some machines have.
-ABSENT = {"cupy", "modelscope.hub.snapshot_download"}
 
 
 def program(name: str) -> str:
@@ -29,20 +27,6 @@ def program(name: str) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def links() -> None:
     subprocess.run(["make", "--silent", "links"], cwd=ROOT, check=True)
-
-
-def test_each_import_resolves() -> None:
-    ran = subprocess.run(
-        [program("basedpyright"), "--outputjson", "--pythonpath", sys.executable, *ROOMS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = json.loads(ran.stdout)
-    assert found["summary"]["filesAnalyzed"] > 100, ran.stderr
-    missing = [each for each in found["generalDiagnostics"] if each.get("rule") == "reportMissingImports"]
-    assert {each["message"].split('"')[1] for each in missing} <= ABSENT, missing
 
 
 class Editor:
