@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from kvprefetch.daemon.cli.main import main
 from kvprefetch.shmring.wire.admin import Status
 from tests.daemon.stores import blocks
 from tests.lab.daemon import Daemon
@@ -28,6 +27,7 @@ def test_without_a_daemon_it_is_one_line_and_1(tmp_path: Path) -> None:
     answer = kvprefetchd("health", "--json", "--socket", tmp_path / "none.sock")
     assert answer.returncode == 1
     assert json.loads(answer.stdout)["ready"] is False
+    assert kvprefetchd("health", "--alive", "--socket", tmp_path / "none.sock").returncode == 1
     assert kvprefetchd("status", "--socket", tmp_path / "none.sock", "--wait", 0.5).returncode == 69
 
 
@@ -44,8 +44,11 @@ def test_both_wait_for_a_daemon_that_starts(serve: Callable[..., Daemon], tmp_pa
     assert f"pid {daemon.pid}" in said[1]
 
 
-def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., Daemon]) -> None:
-    """With a frozen master the daemon is not ready, as /readyz says; a frozen daemon does not answer."""
+def test_a_store_that_does_not_answer_is_named(serve: Callable[..., Daemon]) -> None:
+    """With a frozen master the daemon is not ready, as /readyz says.
+
+    tests/daemon/telemetry/test_board.py has a daemon that hangs.
+    """
     daemon = serve(extra=("--rpc-timeout-ms", "200", "--call-timeout-ms", "500"))
     (master,) = descendants(daemon.pid)
 
@@ -69,6 +72,3 @@ def test_a_store_and_a_daemon_that_do_not_answer_are_named(serve: Callable[..., 
     eventually(lambda: status().ready, timeout_s=60, what="the store's return")
     at = ("--socket", str(daemon.socket))
     eventually(lambda: json.loads(kvprefetchd("health", "--json", *at).stdout)["ready"], 30, "a picture of it")
-    with frozen(daemon.pid):
-        eventually(lambda: main(["health", *at]) == 1, 30, "a late heartbeat")
-        eventually(lambda: main(["health", "--alive", *at]) == 1, 30, "one that is too late")

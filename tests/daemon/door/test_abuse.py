@@ -323,18 +323,19 @@ def test_callers_that_wait_for_an_end_take_nobody_the_first_answer(monkeypatch: 
 
     link: Any = Late()
     app = App(link, messages)
-    messages.add(caller, "open", b"", [Answered(action_id="a", outcome="deferred")])
+    opened = messages.add(caller, "open", b"", [Answered(action_id="a", outcome="deferred")])
 
     def ask(method: str, path: str, query: str = "", body: object = None) -> Any:
         said = {"REQUEST_METHOD": method, "PATH_INFO": f"/v1/kv_hints{path}", "QUERY_STRING": query, CALLER: caller}
         return json.loads(b"".join(app({**said, "wsgi.input": io.BytesIO(json.dumps(body).encode())}, lambda *_: None)))
 
     with ThreadPoolExecutor(2 * WAITERS) as threads:
-        waiting = [threads.submit(ask, "GET", "/open", "wait_ms=8000") for _ in range(2 * WAITERS)]
+        waiting = [threads.submit(ask, "GET", "/open", "wait_ms=20000") for _ in range(2 * WAITERS)]
         eventually(lambda: sum(each.done() for each in waiting) == WAITERS, what="the others have the answer of now")
         prompt = message("m", {"block_hashes": ["ab" * 32]})
         assert ask("POST", "", body=prompt)["actions"][0]["outcome"] == "accepted"
         assert sum(each.done() for each in waiting) == WAITERS, "they still wait"
+        messages.note(AnnounceStep(number=messages.number(opened, 0, 1), outcome="expired"))
 
 
 def test_each_user_has_a_rate_of_its_own() -> None:

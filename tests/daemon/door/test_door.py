@@ -238,7 +238,7 @@ def test_outcomes_wait_for_a_process_that_does_not_read(serve: Serve) -> None:
     """A socket has room for some 270 of them."""
     daemon = serve()
     engine, values = engine_with(daemon, "many", 1)
-    prompt = {"block_hashes": [digest.hex() for digest in values], "ttl_ms": 10_000}
+    prompt = {"block_hashes": [digest.hex() for digest in values], "ttl_ms": 3_000}
     for name in "abcdef":
         status, _ = Door(daemon.socket).ask("POST", "/v1/kv_hints", message(name, *[prompt] * MAX_ACTIONS))
         assert status == 202

@@ -137,7 +137,7 @@ def registering(daemon: Daemon, count: int) -> None:
 def test_an_engine_killed_while_its_memory_is_reserved_leaves_nothing(
     patched: Serve, auditor: Auditor, while_it: str
 ) -> None:
-    daemon = patched(SLOW, staging="192MiB" if while_it == "fills" else "16MiB", extra=PATIENT)
+    daemon = patched(SLOW, staging="96MiB" if while_it == "fills" else "16MiB", extra=PATIENT)
     staying = FakeEngine(daemon.socket, engine_id="staying", prefix="staying", block_bytes=1 << 20)
     before = of_engines(daemon.pid)
     with attaching(daemon) as engine:

@@ -53,16 +53,14 @@ def test_a_daemon_that_stops_leaves_its_successors_socket_alone(serve: Serve) ->
     assert ask_daemon(successor.socket).pid == successor.pid
 
 
-@pytest.mark.parametrize("end", ["stop", "ctrl-c", "kill"])
+@pytest.mark.parametrize("end", ["ctrl-c", "kill"])  # tests/e2e/test_lifecycle.py has SIGTERM
 def test_with_a_disk_the_data_is_there_after_a_restart(
     serve: Serve, auditor: Auditor, tmp_path: Path, end: str
 ) -> None:
     disk = f"{tmp_path / 'disk'}:256MiB"
     daemon = serve(disk=disk)
     engine, values = engine_with(daemon, "disk", 40)
-    if end == "stop":
-        assert daemon.sigterm(30) == 0
-    elif end == "ctrl-c":  # goes to the whole process group
+    if end == "ctrl-c":  # goes to the whole process group
         os.killpg(daemon.pid, signal.SIGINT)
         assert daemon.wait_exit(30) == 0
     else:
@@ -116,9 +114,9 @@ def test_an_idle_daemon_sleeps(serve: Serve) -> None:
     woken, used = list[float](), list[float]()
     while len(woken) < 5 and (min(woken, default=100.0) >= 40 or min(used) >= 0.05):
         before = switches(daemon.pid), cpu_s(daemon.pid)
-        time.sleep(5)
-        woken.append((switches(daemon.pid) - before[0]) / 5)
-        used.append((cpu_s(daemon.pid) - before[1]) / 5)
+        time.sleep(3)
+        woken.append((switches(daemon.pid) - before[0]) / 3)
+        used.append((cpu_s(daemon.pid) - before[1]) / 3)
     assert min(woken) < 40, woken
     assert min(used) < 0.05, used
 

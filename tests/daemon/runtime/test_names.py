@@ -30,14 +30,6 @@ def door_of(daemon: Daemon) -> Path:
     return daemon.socket.with_name(f"{daemon.socket.stem}-hints.sock")
 
 
-def picture_of(daemon: Daemon) -> Path:
-    return daemon.picture
-
-
-def control_of(daemon: Daemon) -> Path:
-    return daemon.socket
-
-
 def served_by_the_door(daemon: Daemon) -> bytes:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(20)
@@ -46,31 +38,31 @@ def served_by_the_door(daemon: Daemon) -> bytes:
         return caller.recv(9)
 
 
-@pytest.mark.parametrize("which", [control_of, door_of, picture_of])
-def test_a_name_that_others_remove_is_made_anew_and_health_is_bad_until_then(
-    serve: Serve, which: Callable[[Daemon], Path]
-) -> None:
+def test_a_name_that_others_remove_is_made_anew_and_health_is_bad_until_then(serve: Serve) -> None:
     (port,) = free_ports(1)
     daemon = serve(extra=("--metrics-port", str(port)))
     engine, values = engine_with(daemon, "before", 4)
     assert served_by_the_door(daemon) == b"HTTP/1.0 "
-    began = time.monotonic()
-    which(daemon).unlink()
-    eventually(lambda: get(port, "/readyz")[0] == 503, what="health that is bad", pause_s=0.1)
-    assert get(port, "/healthz")[0] == 200, "a restart is not wanted"
-    eventually(which(daemon).exists, what="the name")
-    assert time.monotonic() - began < 10
-    eventually(lambda: get(port, "/readyz")[0] == 200, what="health that is good", pause_s=0.1)
-    [gone], [back] = daemon.records("name.missing"), daemon.records("name.back")
-    assert gone["file"] == back["file"]
-    assert gone["file"].endswith(which(daemon).name)
-    FakeEngine(daemon.socket, engine_id="after").close()
-    assert ask_daemon(daemon.socket).ready
-    assert served_by_the_door(daemon) == b"HTTP/1.0 "
+    names = [daemon.socket, door_of(daemon), daemon.picture]
+    for count, name in enumerate(names, start=1):
+        began = time.monotonic()
+        name.unlink()
+        eventually(lambda: get(port, "/readyz")[0] == 503, what="health that is bad", pause_s=0.1)
+        assert get(port, "/healthz")[0] == 200, "a restart is not wanted"
+        eventually(name.exists, what="the name")
+        assert time.monotonic() - began < 10
+        eventually(lambda: get(port, "/readyz")[0] == 200, what="health that is good", pause_s=0.1)
+        missing, back = daemon.records("name.missing"), daemon.records("name.back")
+        assert len(missing) == len(back) == count
+        assert missing[-1]["file"] == back[-1]["file"]
+        assert missing[-1]["file"].endswith(name.name)
+        FakeEngine(daemon.socket, engine_id="after").close()
+        assert ask_daemon(daemon.socket).ready
+        assert served_by_the_door(daemon) == b"HTTP/1.0 "
     assert engine.load(list(values)) == list(values.values()), "the engine that was there notices nothing"
     engine.close()
     assert daemon.sigterm(30) == 0
-    assert not which(daemon).exists()
+    assert not any(name.exists() for name in names)
 
 
 @pytest.mark.stress

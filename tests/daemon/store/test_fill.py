@@ -122,9 +122,12 @@ def test_a_disk_without_a_size_has_room_for_what_is_free(serve: Callable[..., Da
     assert 0 < store.disk_bytes < 2 << 40, "Mooncake's own bound is no promise"
 
 
-def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(serve: Callable[..., Daemon]) -> None:
+SOON_STALE = "from kvprefetch.daemon.store import fill\nfill.STALE_S = 3.0\n"
+
+
+def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(patched: Callable[..., Daemon]) -> None:
     (port,) = free_ports(1)
-    daemon = serve(extra=("--metrics-port", str(port)))
+    daemon = patched(SOON_STALE, extra=("--metrics-port", str(port)))
     known(daemon, lambda _: True)
     master = int(daemon.records("master.started")[0]["pid"])
     with frozen(master):
