@@ -128,15 +128,13 @@ def test_on_two_ranks(site: Site) -> None:
 def test_ranks_load_their_own_heads_where_layers_differ_in_them(site: Site, tmp_path: Path) -> None:
     """Both ranks hold the one head of full attention, and each holds one of a window's two: nothing is mixed."""
     spec = site.spec(model=make_mimo(tmp_path / "mimo"), tensor_parallel_size=2, extra={"cache_prefix": "heads"})
-    first = site.engine(spec)
-    right = first.run(PROMPTS).tokens
+    engine = site.engine(spec)
+    right = engine.run(PROMPTS).tokens
+    site.fresh(engine)
+    served(engine.run(PROMPTS), right, hits(PROMPTS))
+    assert fingerprint(engine)["kv_shards"] == "1,2"
     site.assert_idle()
-    first.stop()
-    second = site.engine(spec)
-    served(second.run(PROMPTS), right, hits(PROMPTS))
-    assert fingerprint(second)["kv_shards"] == "1,2"
-    site.assert_idle()
-    second.stop()
+    engine.stop()
 
 
 @pytest.mark.stress  # an engine anew for each block; tests/daemon/engine/test_groups.py loses them in the default run

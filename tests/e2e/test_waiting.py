@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 
 PROMPTS = make_prompts(3, 300, seed=31)
 TOKENS = 8
-PAUSE_S = 2.0
+PAUSE_S = 1.0
 [WHOLE] = make_prompts(1, 900, seed=57)
 TURNS = [WHOLE[:tokens] for tokens in range(300, 900, 140)]  # no whole number of blocks
 
