@@ -64,7 +64,7 @@ class Server(Programs):
 
     def _start(self, scratch: Path) -> None:
         log = scratch / "serve.log"
-        argv = [*SERVE, "--model", str(self._spec.model), "--port", str(self.port), "--host", "127.0.0.1"]
+        argv = ["--model", str(self._spec.model), "--port", str(self.port), "--host", "127.0.0.1"]
         argv += ["--enforce-eager"]
         argv += ["--served-model-name", "model", "--dtype", self._spec.dtype, "--generation-config", "vllm"]
         argv += ["--block-size", str(self._spec.block_size), "--max-model-len", str(self._spec.max_model_len)]
@@ -76,9 +76,12 @@ class Server(Programs):
             argv += ["--kv-transfer-config", json.dumps(self._spec.kv_transfer)]
         given = self._spec.environment()
         del given["VLLM_ENABLE_V1_MULTIPROCESSING"]  # HTTP and engine have a process each, as users run it
-        child = process.spawn(argv, log=log, env={**self._environment, **given})
+        child = self._spawn(argv, log, {**self._environment, **given})
         self._processes.append(child)
         self._wait(child, "vllm serve", log, self._answers)
+
+    def _spawn(self, arguments: list[str], log: Path, environ: dict[str, str]) -> process.Child:
+        return process.spawn([*SERVE, *arguments], log=log, env=environ)
 
     def _answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:

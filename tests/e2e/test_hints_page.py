@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,17 +18,36 @@ from benchmarks.serve.server import Server
 from kvprefetch.client import Client
 from kvprefetch.daemon.config.model import door_socket
 from tests.e2e.conftest import Site
+from tests.e2e.serving import ARGUMENTS
+from tests.lab import process
 from tests.lab.daemon import Daemon
 from tests.lab.process import REPO, free_ports
+from tests.lab.template import Template
 from tests.support.pages import blocks
 from tests.support.waiting import eventually
 
 PROMPT = " ".join(map(str, range(1, 201)))  # the page's
 
 
+class ForkedServer(Server):
+    """The server, forked of a template."""
+
+    template: Template
+
+    def _spawn(self, arguments: list[str], log: Path, environ: dict[str, str]) -> process.Child:
+        given = {process.CHILD_VARIABLE: "tests.e2e.serving", ARGUMENTS: json.dumps(arguments)}
+        with log.open("wb") as output:
+            child = self.template.fork({**os.environ, **environ, **given}, output.fileno())
+        child.stdin.close()
+        child.stdout.close()
+        return child
+
+
 @pytest.fixture
-def served(site: Site, tmp_path: Path) -> Iterator[Server]:
-    with Server(site.spec(extra={"cache_prefix": "page"}), {}) as server:
+def served(site: Site, template: Template) -> Iterator[Server]:
+    server = ForkedServer(site.spec(extra={"cache_prefix": "page"}), {})
+    server.template = template
+    with server:
         assert Client(site.daemon.socket).health(engines=1, wait_s=120).well
         yield server
 

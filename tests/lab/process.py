@@ -115,7 +115,7 @@ def wait_gone(pids: Iterable[int], timeout_s: float = 10.0) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
-def comes_up(child: subprocess.Popen[bytes], ready: Callable[[], bool], timeout_s: float) -> bool:
+def comes_up(child: Child, ready: Callable[[], bool], timeout_s: float) -> bool:
     """Wait until a program that was just started is ready; False when it ended or is late.
 
     An OSError or ValueError of `ready` means "not yet".

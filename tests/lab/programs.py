@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +26,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._scratch: Path | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[process.Child] = []
 
     def __enter__(self: P) -> P:
         self._scratch = process.scratch(self.name)
@@ -52,6 +51,6 @@ class Programs:
     def _start(self, scratch: Path) -> None:
         raise NotImplementedError
 
-    def _wait(self, child: subprocess.Popen[bytes], name: str, log: Path, ready: Callable[[], bool]) -> None:
+    def _wait(self, child: process.Child, name: str, log: Path, ready: Callable[[], bool]) -> None:
         if not process.comes_up(child, ready, self.start_timeout_s):
             raise StartError(f"{name} did not start\n{process.tail(log)}")
