@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ def readable() -> None:
     setattr(importlib.import_module("vllm._custom_ops"), "_supports_onednn", False)  # noqa: B010
 
 
-def load(engine: Any, checkpoint: str, seed: int = 0) -> None:
-    """As a trainer's RPC: `model.load_weights` on each rank, of a checkpoint, with noise for a seed other than 0."""
-    engine.engine_core.engine_core.model_executor.collective_rpc(_load, args=(checkpoint, seed))
+def load(engine: Any, checkpoint: str) -> None:
+    """As a trainer's RPC: `model.load_weights` on each rank, of a checkpoint."""
+    engine.engine_core.engine_core.model_executor.collective_rpc(_load, args=(checkpoint,))
 
 
 def reload(engine: Any, checkpoint: str) -> None:
@@ -30,20 +29,8 @@ def known(engine: Any) -> bool:
     return bool(side.resets.step.agreed and side.link.confirmed_reset == side.resets.generation)
 
 
-@functools.cache
-def _tensors(checkpoint: str) -> dict[str, Any]:
+def _load(wrapper: Any, checkpoint: str) -> None:
     from safetensors.torch import load_file
 
     (file,) = Path(checkpoint).glob("*.safetensors")
-    found: dict[str, Any] = load_file(file)
-    return found
-
-
-def _load(wrapper: Any, checkpoint: str, seed: int) -> None:
-    import torch
-
-    generator, tensors = torch.Generator().manual_seed(seed), _tensors(checkpoint)
-    if seed:
-        noise = {name: torch.randn(each.shape, generator=generator) for name, each in tensors.items() if each.dim() > 1}
-        tensors = {name: each + 0.02 * noise[name] if name in noise else each for name, each in tensors.items()}
-    wrapper.worker.get_model().load_weights(iter(tensors.items()))
+    wrapper.worker.get_model().load_weights(iter(load_file(file).items()))

@@ -22,7 +22,6 @@ from tests.e2e.conftest import (
     served,
     warmed_prompts_are_hits,
 )
-from tests.lab import control
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
@@ -133,31 +132,6 @@ def test_ranks_load_their_own_heads_where_layers_differ_in_them(site: Site, tmp_
     site.fresh(engine)
     served(engine.run(PROMPTS), right, hits(PROMPTS))
     assert fingerprint(engine)["kv_shards"] == "1,2"
-    site.assert_idle()
-    engine.stop()
-
-
-@pytest.mark.stress  # an engine anew for each block; tests/daemon/engine/test_groups.py loses them in the default run
-def test_without_a_lost_block_the_next_shorter_complete_prefix_is_loaded(
-    gemma: Path, cluster: Store, shared: Daemon, engines: Callable[..., Engine], module_auditor: Auditor
-) -> None:
-    """With a window's blocks saved before every second block, each lost block costs what lies behind it."""
-    site = Site(shared, gemma, module_auditor, engines)
-    transfer = ours(shared.socket, key_format="vllm", cache_prefix="lost")
-    spec = EngineSpec(model=gemma, kv_transfer=transfer, extra={"prefix_cache_retention_interval": WINDOW})
-    engine = site.engine(spec)
-    prompts = make_prompts(3, 300, seed=83)
-    tokens = engine.run(prompts).tokens
-    site.fresh(engine)
-    served(engine.run(prompts), tokens, hits(prompts))
-    for group, block, left in ((1, 6, 6), (0, 8, 8), (1, 0, 0)):
-        control.remove(cluster.config, [f"lost@{control.block_keys(gemma, prompts[0], group=group)[block]}"])
-        site.assert_idle()
-        engine.stop()
-        engine = site.engine(spec)  # with staging of its own, where nothing is yet
-        served(engine.run(prompts), tokens, [left * BLOCK, *hits(prompts[1:])])
-        site.fresh(engine)
-        served(engine.run(prompts), tokens, hits(prompts))  # it was saved again
     site.assert_idle()
     engine.stop()
 
