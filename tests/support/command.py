@@ -17,7 +17,7 @@ from typing import NoReturn
 
 COMMAND = [sys.executable, "-m", "kvprefetch.daemon"]
 # Commands that load neither Mooncake nor vLLM.
-LIGHT = {"explain", "health", "mode", "stat", "status", "store", "tail", "top"}
+LIGHT = {"check-config", "explain", "health", "mode", "prefetch", "reload", "stat", "status", "store", "tail", "top"}
 
 
 def run(command: list[str], given: str | bytes = b"", **environ: str) -> CompletedProcess[str]:
@@ -38,7 +38,7 @@ def kvprefetchd(*arguments: object, given: str | bytes = b"", **environ: str) ->
 
 def _forked(words: list[str], given: str | bytes) -> CompletedProcess[str]:
     """As `run`, in a fork of this process: an interpreter of its own takes half a second of CPU for its imports."""
-    from kvprefetch.daemon.cli import main, status, store, tail, top, top_view  # noqa: F401  # once, not in each fork
+    from kvprefetch.daemon.cli import main, prefetch, status, store, tail, top, top_view  # noqa: F401  # once
 
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]

@@ -26,6 +26,9 @@ from tests.support.telemetry import answering
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
+PERIOD_S = 0.4
+# A daemon that asks its store as often.
+OFTEN = f"from kvprefetch.daemon.store import fill\nfill.PERIOD_S, fill.STALE_S = {PERIOD_S}, 2.0\n"
 PAGE = b"".join(name + b" 7\n" for name in fill.NAMES.values())
 SEVEN = StoreFill(
     memory_used_bytes=7, memory_bytes=7, memory_evicted_bytes=7, disk_used_bytes=7, disk_bytes=7, disk_evictions=7
@@ -56,9 +59,9 @@ def known(daemon: Daemon, condition: Callable[[StoreFill], bool]) -> StoreFill:
     return eventually(look, 20, "the store's numbers")
 
 
-def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Callable[..., Daemon]) -> None:
+def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(patched: Callable[..., Daemon]) -> None:
     (port,) = free_ports(1)
-    daemon = serve(memory="16MiB", staging="16MiB", extra=("--metrics-port", str(port)))
+    daemon = patched(OFTEN, memory="16MiB", staging="16MiB", extra=("--metrics-port", str(port)))
     engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
     save(engine, daemon, 0, 8)
     before = known(daemon, lambda store: store.memory_used_bytes == 8 * MIB)
@@ -68,7 +71,7 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
 
     save(engine, daemon, 8, 24)
     known(daemon, lambda store: store.memory_evicted_bytes >= 8 * MIB)
-    time.sleep(2 * fill.PERIOD_S)  # until nothing changes any more
+    time.sleep(3 * PERIOD_S)  # until nothing changes any more
     status = ask_daemon(daemon.socket)
     store = StoreFill.model_validate(status.store)
     assert store.memory_used_bytes + store.memory_evicted_bytes == 24 * MIB
@@ -101,8 +104,8 @@ def test_a_memory_that_is_filled_beyond_its_size_shows_it_everywhere(serve: Call
     engine.close()
 
 
-def test_a_disk_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., Daemon], tmp_path: Path) -> None:
-    daemon = serve(memory="16MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:16MiB")
+def test_a_disk_shows_what_it_holds_and_that_it_makes_room(patched: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = patched(OFTEN, memory="16MiB", staging="16MiB", disk=f"{tmp_path / 'disk'}:16MiB")
     engine = FakeEngine(daemon.socket, block_bytes=MIB, max_blocks=64)
     save(engine, daemon, 0, 8)
     first = known(daemon, lambda store: store.disk_used_bytes == 8 * MIB)
@@ -111,7 +114,7 @@ def test_a_disk_shows_what_it_holds_and_that_it_makes_room(serve: Callable[..., 
     last = known(daemon, lambda store: store.disk_evictions > 0)
     assert last.disk_used_bytes <= 16 * MIB
     eventually(lambda: "made room " in said(daemon, "status"), what="the next picture")
-    time.sleep(2 * fill.PERIOD_S)  # until nothing changes any more
+    time.sleep(3 * PERIOD_S)  # until nothing changes any more
     assert 0 < sum(file.stat().st_blocks * 512 for file in (tmp_path / "disk").rglob("*")) <= 20 * MIB
     engine.close()
 
@@ -122,12 +125,9 @@ def test_a_disk_without_a_size_has_room_for_what_is_free(serve: Callable[..., Da
     assert 0 < store.disk_bytes < 2 << 40, "Mooncake's own bound is no promise"
 
 
-SOON_STALE = "from kvprefetch.daemon.store import fill\nfill.STALE_S = 3.0\n"
-
-
 def test_a_master_that_hangs_is_not_known_after_a_while_and_keeps_nobody(patched: Callable[..., Daemon]) -> None:
     (port,) = free_ports(1)
-    daemon = patched(SOON_STALE, extra=("--metrics-port", str(port)))
+    daemon = patched(OFTEN, extra=("--metrics-port", str(port)))
     known(daemon, lambda _: True)
     master = int(daemon.records("master.started")[0]["pid"])
     with frozen(master):
