@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from kvprefetch.shmring.wire.records import FlagState, RecordKind
 from tests.support import scheduler_checks
 from tests.support.clock import Clock
 
-from .reports import reads_of, scheduled_output
+from .reports import Blocks, reads_of, scheduled_output
 
 BLOCK = 16
 BLOCK_BYTES = 1024
@@ -74,8 +75,6 @@ class FakeDaemon:
         self.liveness.beat(self.clock())
 
     def epoch(self) -> SchedulerEpoch:
-        import os
-
         attached = Attached(
             epoch=self.layout.epoch,
             segment_bytes=self.layout.total_bytes,
@@ -215,16 +214,6 @@ class Request:
 
     def names(self, start: int, stop: int) -> list[bytes]:
         return [digest + b"\0" for digest in self.digests(start, stop)]
-
-
-class Blocks:
-    """vLLM's KVCacheBlocks: the blocks of a request in each group, by their ids."""
-
-    def __init__(self, *tables: Sequence[int]) -> None:
-        self.blocks = tuple([SimpleNamespace(block_id=each) for each in table] for table in tables)
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple([block.block_id for block in group] for group in self.blocks)
 
 
 def one_group(ratio: int = 1) -> Groups:

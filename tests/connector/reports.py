@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from .fakes import Request
 
 
+class Blocks:
+    """vLLM's KVCacheBlocks: the blocks of a request in each group, by their ids."""
+
+    def __init__(self, *tables: Sequence[int]) -> None:
+        self.blocks = tuple([SimpleNamespace(block_id=each) for each in table] for table in tables)
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+
 def scheduled_output(
     pairs: Sequence[tuple[Request, int]],
     tables: Mapping[str, tuple[list[int], ...]] | None = None,

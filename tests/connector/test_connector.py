@@ -280,8 +280,8 @@ def test_mode_off_does_nothing(tmp_path: Path) -> None:
 
 def test_without_a_daemon_every_call_answers_nothing(tmp_path: Path) -> None:
     """In vLLM's order; has_pending_push_work must not keep an idle engine stepping."""
-    from .fakes import Blocks, Request
-    from .reports import scheduled_output
+    from .fakes import Request
+    from .reports import Blocks, scheduled_output
 
     connector = KVPrefetchConnector(vllm_config(tmp_path / "s"), SCHEDULER, kv_cache_config())
     request = Request("r", 100)

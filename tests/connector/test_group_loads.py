@@ -11,8 +11,8 @@ from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, Blocks, Engine, Request
-from .reports import scheduled_output
+from .fakes import BLOCK, Engine, Request
+from .reports import Blocks, scheduled_output
 from .test_worker import EPOCH, make
 from .waiting import measured
 

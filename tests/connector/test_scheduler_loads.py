@@ -10,7 +10,8 @@ import pytest
 
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
-from .fakes import BLOCK, BLOCK_BYTES, MS, Blocks, Engine
+from .fakes import BLOCK, BLOCK_BYTES, MS, Engine
+from .reports import Blocks
 from .waiting import TOKEN_MS, measured
 
 NOTHING, PENDING = (0, False), (None, False)
