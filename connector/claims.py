@@ -170,11 +170,9 @@ class Claims:
     def send_unsent(
         self, states: Iterable[RequestState], epoch: SchedulerEpoch, local_tokens: Callable[[Any], int]
     ) -> None:
-        """Send hints that found no room before, as far as there is room now."""
+        """Send hints of UNSENT requests, which found no room before, as far as there is room now."""
         sent = 0
         for state in states:
-            if state.phase != UNSENT:
-                continue
             request = state.request
             if sent >= RESENT_BLOCKS or not hints.fits(epoch, request, state.usable, self._geometry):
                 return  # before the look at what is local, which costs time by the request's blocks

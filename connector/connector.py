@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
-from ..shmring.wire.attach import WorkerInfo
+from ..shmring.wire.attach import Hello, WorkerInfo
 from . import (
     built,
     compat,
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from ..shmring.wire.attach import Hello
-
 log = logging.getLogger("vllm.kvprefetch")
 
 
@@ -109,7 +107,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             options = self._settings.start_daemon
             starter = None if options is None else Starter(options, self._settings.socket)
-            link = Link(
+            link = self.link = Link(
                 self._settings.socket,
                 lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerEpoch.map,
@@ -120,7 +118,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             adapters = Adapters.of_engine(vllm_config, self._geometry)
             side = SchedulerSide(self._settings, self._geometry, link, publish=publish, adapters=adapters)
             self.scheduler_side = side
-            self.link = link
             link.start()
             side.reported.watched = watch_calls()
             if side.early.allowed and not early.install():
@@ -223,7 +220,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             return KVPrefetchMetadata()
         try:
-            running = side.counts[SAVING] + side.counts[RUNNING]
+            running = len(side.phases[SAVING]) + len(side.phases[RUNNING])
             if (
                 side.quiet_steps
                 and running
@@ -328,21 +325,19 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         map_epoch = functools.partial(WorkerEpoch.map, device=device)
         user = self._settings.daemon_user
         wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
-        link = Link(self._settings.socket, hello, map_epoch, keep_ended=True, daemon_user=user, start=wait)
+        link = self.link = Link(self._settings.socket, hello, map_epoch, keep_ended=True, daemon_user=user, start=wait)
         self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
         self.worker_side.updates = updates.of_worker(self.worker, eplb=config.parallel_config.enable_eplb)
         self.worker_side.rank = hellos.rank_of(config, self._tp_rank)
         if config.lora_config is not None:
             self.worker_side.adapters = AdapterReads.of(self.worker, self.worker_side.rank)
-        self.link = link
         link.start()
 
     def _worker_hello(self, paged: PagedCache, device: str) -> Hello:
         """Runs on the link's thread, because it reads the model's files. `device`: UUID of the rank's GPU, or ""."""
         (config, caches), keys, rules = self._as_made, self.keys, self._geometry.groups
         assert keys is not None
-        drafts = geometry.drafted_tokens(config)
-        written = groups.written(caches, paged.places, paged.block_bytes, drafts=drafts)
+        written = groups.written(caches, paged.places, paged.block_bytes, drafts=geometry.drafted_tokens(config))
         if self._settings.key_format == "vllm":
             where = namespace.Namespace(keys.prefixes, {})
         else:

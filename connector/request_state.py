@@ -83,7 +83,7 @@ class Pass:
 class RequestState:
     """`handle` belongs to the current epoch. `loadable`: whether the engine wants stored KV for this request.
 
-    `counts`: of all requests of the engine, how many are in each phase.
+    `phases`: all requests of the engine, by phase; those that entered it first come first.
 
     Of one admission: `prefill_tokens`, all tokens that are known when none of them is computed, and `usable`, the full
     blocks that leave at least one of them to compute.
@@ -91,7 +91,7 @@ class RequestState:
     Defaults are attributes of the class: a request that arrives sets few.  Times are CLOCK_MONOTONIC ns.
     """
 
-    counts: list[int]
+    phases: Sequence[dict[RequestState, None]]
     request: Any
     loadable: bool
     preemptions: int
@@ -123,7 +123,7 @@ class RequestState:
 
     def __init__(
         self,
-        counts: list[int],
+        phases: Sequence[dict[RequestState, None]],
         request: Any,
         loadable: bool,
         tokens: int,
@@ -131,19 +131,19 @@ class RequestState:
         hint: tuple[Handle, int] | None = None,
     ) -> None:
         """A request of so many tokens has arrived; `hint`: the one sent for it, and when."""
-        self.counts, self.request, self.loadable = counts, request, loadable
+        self.phases, self.request, self.loadable = phases, request, loadable
         self.preemptions, self.prefill_tokens, self.usable = request.num_preemptions, tokens, usable
         if hint is not None:
             self.handle, self.hinted_ns = hint
         elif loadable and prefilled_elsewhere(request):
             self.phase = ELSEWHERE
-        counts[self.phase] += 1
+        phases[self.phase][self] = None
 
     def _enter(self, phase: int) -> None:
         assert self.phase != ENDED, self
-        counts = self.counts
-        counts[self.phase] -= 1
-        counts[phase] += 1
+        phases = self.phases
+        del phases[self.phase][self]
+        phases[phase][self] = None
         self.phase = phase
 
     @property
@@ -168,8 +168,8 @@ class RequestState:
     def unsent(self) -> bool:
         """There was no room for its hint. Return whether that is news."""
         assert self.phase <= UNSENT and self.handle is None, self  # noqa: PT018
-        news = self.phase == QUEUED
-        self._enter(UNSENT)
+        if news := self.phase == QUEUED:
+            self._enter(UNSENT)  # once: it keeps its place before those that come later
         return news
 
     def need_no_hint(self) -> None:
@@ -296,8 +296,10 @@ class RequestState:
 
     def end(self) -> Handle | None:
         """The request has ended, for whatever reason. Return the handle, which the caller gives back."""
+        assert self.phase != ENDED, self
         self.wait, handle = None, self.let_go()
-        self._enter(ENDED)
+        del self.phases[self.phase][self]
+        self.phase = ENDED
         return handle
 
     # --- waiting time -----------------------------------------------------------------------------------------------

@@ -24,12 +24,10 @@ from .events import SavedBlocks
 from .geometry import Geometry
 from .known import Known
 from .metadata import SaveOrder
-from .request_state import SAVING, RequestState
+from .request_state import RequestState
 
-# Blocks of finished requests, and states, that wait for a save slot.
-MAX_LEFT = 1 << 14
-# Of these a step looks at so many.
-LEFT_LOOKS = 512
+MAX_LEFT = 1 << 14  # blocks of finished requests, and states, that wait for a save slot
+LEFT_LOOKS = 512  # at these in a step
 MAX_SENT = 64  # saves that the daemon may not know of yet
 _HEAD_BYTES = 64
 NULL_BLOCK = 0
@@ -109,25 +107,24 @@ class Saves:
 
     def complete(self, state: RequestState) -> bool:
         """Whether nothing of this admission will be saved any more."""
-        if state.tainted:
-            return True
-        return not self._decode and (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
+        last = (state.saved + 1) * self._geometry.block_tokens > state.prefill_tokens
+        return state.tainted or (last and not self._decode)
 
     def plan_step(
-        self, epoch: SchedulerEpoch | None, output: Any, cache: LocalCache, requests: Mapping[str, RequestState]
+        self, epoch: SchedulerEpoch | None, output: Any, cache: LocalCache, saving: Sequence[RequestState]
     ) -> Iterator[SaveOrder]:
-        """Plan the saves of a step (vLLM's SchedulerOutput). Raises SegmentCorrupt.
+        """Plan the saves of a step (vLLM's SchedulerOutput) of the requests that are SAVING. Raises SegmentCorrupt.
 
         Without an epoch the daemon does not know of the last reset yet: all blocks wait for slots until it does.
         vLLM asks about every request (`SchedulerSide.match`) before it schedules it, again when preempted.
         """
         block_tokens = self._geometry.block_tokens
         offers = output.kv_connector_block_state.boundary_state_offloads
-        if offered := self._offered(offers or {}, requests):
+        if offers and (offered := self._offered(offers, saving)):
             yield from self._plan_states(epoch, offered)
-        for request_id, tokens in output.num_scheduled_tokens.items() if requests else ():
-            state = requests.get(request_id)
-            if state is None or state.phase != SAVING:
+        scheduled = output.num_scheduled_tokens
+        for state in saving:
+            if not (tokens := scheduled.get(request_id := state.request.request_id)):
                 continue
             if state.request.num_computed_tokens + tokens < (state.saved + 1) * block_tokens:
                 continue  # no block of it ends in this step
@@ -140,7 +137,7 @@ class Saves:
             yield order
 
     def _offered(
-        self, offers: Mapping[str, Sequence[tuple[int, int, int]]], requests: Mapping[str, RequestState]
+        self, offers: Mapping[str, Sequence[tuple[int, int, int]]], saving: Sequence[RequestState]
     ) -> list[_Block]:
         """Return the states to save of those that vLLM offers: group, block and the tokens of its prefix.
 
@@ -148,11 +145,10 @@ class Saves:
         that a request generated the other groups' blocks are not saved either.
         """
         found, groups = dict[bytes, _Block](), self._geometry.groups
-        for request_id, blocks in offers.items():
-            state = requests.get(request_id)
-            if state is None or state.phase != SAVING or state.tainted or (digests := state.digests) is None:
+        for state in saving:
+            if state.tainted or (digests := state.digests) is None:
                 continue
-            for group, block_id, tokens in blocks:
+            for group, block_id, tokens in offers.get(state.request.request_id, ()):
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
                     number = tokens // groups.groups[group].block_tokens - 1
                     block = self._block(state, digests, group, number, block_id)
@@ -349,8 +345,7 @@ class Saves:
     def acknowledge(self, counts: dict[int, int], failed: set[int]) -> None:
         """Count ranks that copied (or failed to copy) saves; a save of all ranks is queued for the daemon."""
         for save_id, ranks in counts.items():
-            save = self.waiting.get(save_id)
-            if save is None:
+            if (save := self.waiting.get(save_id)) is None:
                 continue  # of an ended epoch
             if save_id in failed:
                 self._void(save_id, save)

@@ -77,7 +77,7 @@ class SchedulerSide:
         self.cache = LocalCache()
         self.counters = Tally()
         self.requests: dict[str, RequestState] = {}  # the oldest first
-        self.counts = [0] * len(Phase)  # of them, how many are in each phase
+        self.phases: list[dict[RequestState, None]] = [{} for _ in Phase]  # the same, by phase
         self._unfilled = False  # whether one of them may have blocks which a failed load left unfilled
         self._pass_before = Pass()
         # Those that a step in flight may have admitted: that step's number - 1, their hashes, and vLLM's blocks.
@@ -98,7 +98,6 @@ class SchedulerSide:
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         self.slack = self.claims.slack = Slack(
             self.steps,
-            self.requests,
             allowed=geometry.ahead and not geometry.lockstep,
             overlap=geometry.fenced_blocks,
         )
@@ -153,7 +152,7 @@ class SchedulerSide:
             except SegmentCorrupt as error:
                 self.detach(error)
         hint = None if handle is None else (handle, now)
-        self.requests[request.request_id] = state = RequestState(self.counts, request, loadable, tokens, usable, hint)
+        self.requests[request.request_id] = state = RequestState(self.phases, request, loadable, tokens, usable, hint)
         if names is not None:
             state.names = names
         if full is not None:
@@ -165,7 +164,7 @@ class SchedulerSide:
         if request.prompt_is_token_ids is not None and not self._mixed:
             self._mixed = True
             self.saves.forget_left()
-        state = RequestState(self.counts, request, False, request.num_prompt_tokens, 0)
+        state = RequestState(self.phases, request, False, request.num_prompt_tokens, 0)
         state.keep_alone()
         self.requests[request.request_id] = state
 
@@ -181,7 +180,7 @@ class SchedulerSide:
             return False
         self.counters["hints"] += 1
         hint, tokens = (early.handle, early.hinted_ns), request.num_prompt_tokens
-        self.requests[request.request_id] = RequestState(self.counts, request, True, tokens, early.handle.blocks, hint)
+        self.requests[request.request_id] = RequestState(self.phases, request, True, tokens, early.handle.blocks, hint)
         return True
 
     def _ambiguous(self, request: Any) -> bool:
@@ -231,7 +230,8 @@ class SchedulerSide:
                 return NOTHING
             if start >= state.usable:
                 return self._used(state, start)
-            reply = self.claims.match(state, epoch, start, running=self.counts[SAVING] + self.counts[RUNNING])
+            running = len(self.phases[SAVING]) + len(self.phases[RUNNING])
+            reply = self.claims.match(state, epoch, start, running=running)
             if reply[0] is None and state.wait is not None:  # otherwise it only gives way to requests before it
                 self.counters["waits"] += state.defer(self._now_ns(), this_pass)
             return reply
@@ -257,6 +257,8 @@ class SchedulerSide:
             self.loads.dispatch(state, blocks, num_external_tokens)
         elif state is not None:
             self._admitted_without_load(state)
+        if self.slack.allowed and request.use_structured_output and state is not None:
+            self.slack.grammars.add(state)
         (admitted := self.admitted).append((self.steps.begun, request.block_hashes, blocks.blocks))
         while admitted[0][0] < self.steps.begun - MAX_IN_FLIGHT:
             admitted.popleft()
@@ -280,10 +282,10 @@ class SchedulerSide:
         """Whether nothing goes on that the next step would have to see, if it only decodes."""
         return not (
             self.loads.running
-            or (self.counts[SAVING] and self._epoch is not None)
+            or (self.phases[SAVING] and self._epoch is not None)
             or self.saves.left
             or self.saves.copied
-            or self.counts[UNSENT]
+            or self.phases[UNSENT]
             or self.uses.heals
             or self._pass_before.deferred
         )
@@ -323,11 +325,11 @@ class SchedulerSide:
             if self.uses.heals:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
-            saving, unsent = self.counts[SAVING], self.counts[UNSENT]
+            saving, unsent = self.phases[SAVING], self.phases[UNSENT]
             if self._epoch is not None and (saving or unsent or self.saves.left) and self._epoch.alive(now):
                 if unsent and epoch is not None:
-                    self.claims.send_unsent(self.requests.values(), epoch, self.cache.tokens)
-                meta.saves.extend(self.saves.plan_step(epoch, output, self.cache, self.requests if saving else {}))
+                    self.claims.send_unsent([*unsent], epoch, self.cache.tokens)
+                meta.saves.extend(self.saves.plan_step(epoch, output, self.cache, [*saving]))
             if self.saves.copied and self._epoch is not None:
                 self.saves.flush(self._epoch)
         except SegmentCorrupt as error:
@@ -408,6 +410,7 @@ class SchedulerSide:
             self.steps.skip_to(0)
         if state is None:
             return
+        self.slack.grammars.discard(state)
         if state.preemptions == request.num_preemptions and not (self._stale_local or self._ambiguous(request)):
             self.saves.leave(state, block_ids)
         if state.deferred_ns:

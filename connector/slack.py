@@ -10,7 +10,6 @@ machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and twice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from . import compat
@@ -25,16 +24,14 @@ PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
 class Slack:
     """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage.
 
-    `overlap`: see `Geometry.fenced_blocks`.
+    `overlap`: see `Geometry.fenced_blocks`.  `grammars`: requests with one that were admitted.
     """
 
-    def __init__(
-        self, steps: StepTimes, requests: Mapping[str, RequestState], *, allowed: bool, overlap: bool = False
-    ) -> None:
-        self._steps, self._requests, self.allowed, self._overlap = steps, requests, allowed, overlap
-        self._expected: tuple[float, float] | None = (
-            None  # of a pass that waited: ends of its wait, of the step under way
-        )
+    def __init__(self, steps: StepTimes, *, allowed: bool, overlap: bool = False) -> None:
+        self._steps, self.allowed, self._overlap = steps, allowed, overlap
+        self.grammars: set[RequestState] = set()
+        # Of a pass that waited: ends of its wait, of the step under way.
+        self._expected: tuple[float, float] | None = None
         self._launched: tuple[int, int] | None = None  # its step, and when it ended, or 0 where that was late
         self._paused_until, self._pause = 0, PAUSED_STEPS[0]
 
@@ -48,7 +45,7 @@ class Slack:
         began_ns, duration_ns = self._steps.under_way()
         if not began_ns or state.request.use_structured_output:
             return 0.0
-        if any(each.phase >= SAVING and each.request.use_structured_output for each in self._requests.values()):
+        if any(each.phase >= SAVING for each in self.grammars):
             return 0.0
         return began_ns + SHARE * duration_ns - LAUNCH_NS
 

@@ -139,7 +139,7 @@ def test_a_dropped_hint_is_sent_again_when_there_is_room_before_the_scheduler_as
     assert engine.side.counters["on_demand_hints"] == 0
     for request in (*fill, lost[0], *lost[2:]):
         engine.side.finished(request)
-    assert not engine.side.counts[UNSENT]
+    assert not engine.side.phases[UNSENT]
 
 
 def test_hints_that_found_no_room_cost_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +161,8 @@ def test_hints_that_found_no_room_cost_a_step_little(monkeypatch: pytest.MonkeyP
         engine.step()
         sent.append(engine.side.counters["hints_resent"])
     assert sent == [2, 4, 5]
+    engine.daemon.drain()
+    assert [hint.request_id for hint in engine.daemon.hints][-5:] == [f"r{i}" for i in range(5, 10)], "the oldest first"
 
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -71,7 +71,7 @@ def loads(engine: Engine) -> None:
 
 def drops(engine: Engine) -> None:
     """A hint finds no flag."""
-    while not engine.side.counts[UNSENT]:
+    while not engine.side.phases[UNSENT]:
         engine.add(f"r{len(engine.side.requests)}", 3 * BLOCK)
 
 
@@ -100,5 +100,5 @@ def test_a_step_with_a_prefill_is_planned(decoding: tuple[Engine, Request]) -> N
 def test_a_step_without_a_request_that_runs_is_planned(decoding: tuple[Engine, Request]) -> None:
     """As many tokens as requests, but not one of each."""
     engine, request = decoding
-    engine.side.counts[RUNNING] += 1
+    engine.side.phases[RUNNING][object()] = None  # type: ignore[index]  # another one
     assert not quiet(engine, request, tokens=2)

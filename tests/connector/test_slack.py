@@ -109,9 +109,21 @@ def test_an_engine_that_is_not_ahead_of_its_device_does_not_wait(options: dict[s
 @pytest.mark.parametrize("whose", ["its own", "a running request's"])
 def test_with_a_grammar_the_scheduler_is_not_ahead(whose: str) -> None:
     engine, request = running()
-    (request if whose == "its own" else engine.side.requests["other"].request).use_structured_output = True
+    if whose == "its own":
+        request.use_structured_output = True
+    else:
+        other = engine.side.requests["other"].request
+        other.use_structured_output = True
+        engine.allocate(other, 0)
     assert timed(lambda: engine.match(request))[1] < 0.1
     assert engine.side.counters["slack_ns"] == 0
+
+
+def test_a_request_that_runs_is_not_asked_for_its_grammar_again() -> None:
+    """The cost of a pass does not grow with the requests that run."""
+    engine, request = running()
+    del engine.side.requests["other"].request.use_structured_output
+    assert engine.match(request) == PENDING
 
 
 def test_without_a_step_in_flight_the_device_would_wait() -> None:
@@ -144,7 +156,7 @@ def test_vllms_configuration_says_whether_the_scheduler_is_ahead(make: Make, opt
 
 def slack_of(steps: StepTimes) -> tuple[Slack, Any]:
     state = SimpleNamespace(request=SimpleNamespace(use_structured_output=False))
-    return Slack(steps, {}, allowed=True), state
+    return Slack(steps, allowed=True), state
 
 
 def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
@@ -166,14 +178,14 @@ def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
 
 def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied() -> None:
     steps = StepTimes()
-    slack = Slack(steps, {}, allowed=True, overlap=True)
+    slack = Slack(steps, allowed=True, overlap=True)
     steps.decode_ns = 50.0 * MS
     assert not slack.overlaps(SimpleNamespace())
     steps.began(1000 * MS, 0, executed=True)
     assert slack.overlaps(SimpleNamespace(new_block_ids_to_zero=None))
     assert not slack.overlaps(SimpleNamespace(new_block_ids_to_zero=[3]))
     assert not slack.overlaps(SimpleNamespace(kv_cache_block_copies=[(1, 2)]))
-    for not_now in (Slack(steps, {}, allowed=True), Slack(steps, {}, allowed=False, overlap=True)):
+    for not_now in (Slack(steps, allowed=True), Slack(steps, allowed=False, overlap=True)):
         assert not not_now.overlaps(SimpleNamespace())
 
 

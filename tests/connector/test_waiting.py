@@ -276,7 +276,7 @@ def test_the_last_place_is_kept_for_a_pass_for_a_request_in_look_up(
 ) -> None:
     """Of 16 places: a request that has to wait for its look-up would get one when the next request ends."""
     engine = measured()
-    engine.side.counts[RUNNING] += running - 1
+    engine.side.phases[RUNNING] |= dict.fromkeys(range(running - 1))  # type: ignore[arg-type]
     first, second, fetched = (engine.add(name, 40 * BLOCK + 1) for name in ("first", "second", "fetched"))
     engine.daemon.stage("second", 0)
     assert engine.match(first) == PENDING
@@ -308,7 +308,7 @@ def test_who_holds_a_place_is_known_in_a_step_without_it() -> None:
 def test_a_request_that_is_asked_about_while_all_places_seem_taken_is_answered_as_any_other() -> None:
     """It was preempted, or another one has ended: vLLM asks only for a request that it has a place for."""
     engine = measured()
-    engine.side.counts[RUNNING] += 20
+    engine.side.phases[RUNNING] |= dict.fromkeys(range(20))  # type: ignore[arg-type]
     staged, pending = (engine.add(name, 40 * BLOCK + 1) for name in ("staged", "pending"))
     engine.daemon.stage("staged", 40)
     assert engine.match(staged)[0] == 40 * BLOCK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,8 @@ def check(side: SchedulerSide) -> None:
 
     for state in side.requests.values():
         check_state(state)
-    phases = Counter(state.phase for state in side.requests.values())
-    assert side.counts[: Phase.ENDED] == [phases[phase] for phase in Phase if phase < Phase.ENDED]
+    for phase in Phase:
+        assert side.phases[phase].keys() == {state for state in side.requests.values() if state.phase == phase}
 
 
 def check_state(state: RequestState) -> None:
