@@ -43,7 +43,7 @@ class Connections:
         sock.setblocking(False)  # `accept` stops where none waits
         self._epoll, self._log = epoll, log
         self._peers: dict[int, Peer] = {}  # by descriptor, the oldest first
-        self._asking: list[Peer] = []  # not looked at: their user's questions took too much time
+        self.asking: list[Peer] = []  # not looked at: their user's questions took too much time
         self._new_first = True
         self._unread: list[Peer] = []  # closed here, but descriptors sent to them are still in flight
         epoll.register(sock, select.EPOLLIN)
@@ -120,35 +120,33 @@ class Connections:
 
     def pause(self, peer: Peer) -> None:
         """Do not look at a connection until `resume`, unless its process hangs up."""
-        self._asking.append(peer)
+        self.asking.append(peer)
         self._epoll.modify(peer.sock, 0)
 
     def paused(self, peer: Peer) -> bool:
-        return peer in self._asking
+        return peer in self.asking
 
     def resume(self, may_ask: Callable[[int], bool]) -> bool:
         """Look again at some connections whose user `may_ask`; return whether others wait.
 
         In turns, as many come first that asked nothing yet as others; of these, those that waited longest.
         """
-        allowed = sorted(
-            (each for each in self._asking if may_ask(each.credentials.uid)), key=lambda each: each.read_ns
-        )
+        allowed = sorted((each for each in self.asking if may_ask(each.credentials.uid)), key=lambda each: each.read_ns)
         new = [each for each in allowed if each.read_ns == 0]
         others = allowed[len(new) :]
         pairs = zip_longest(new, others) if self._new_first else zip_longest(others, new)
         self._new_first = not self._new_first
         for peer in [each for pair in pairs for each in pair if each is not None][:RESUMED]:
-            self._asking.remove(peer)
+            self.asking.remove(peer)
             self._epoll.modify(peer.sock, select.EPOLLIN)
-        return bool(self._asking)
+        return bool(self.asking)
 
     def close(self, peer: Peer) -> None:
         """End a connection. Its socket stays open while descriptors sent on it are unread, so that they are counted."""
         if self._peers.pop(peer.sock.fileno(), None) is None:
             return
-        if peer in self._asking:
-            self._asking.remove(peer)
+        if peer in self.asking:
+            self.asking.remove(peer)
         self._epoll.unregister(peer.sock)
         if peer.handed and _unread_bytes(peer.sock):
             peer.sock.shutdown(socket.SHUT_RDWR)  # the process reads the rest, then the end of file

@@ -58,6 +58,10 @@ class Epochs:
     def end(self, epoch: Epoch, ending: Ending) -> None:
         """End an attached epoch; `tick` frees its memory once no store call touches it."""
         self.all = tuple(each for each in self.all if each is not epoch)
+        if epoch.corrupt is not None:
+            self._shared.log.error(
+                "engine.corrupt", engine=epoch.engine.engine_id, epoch=epoch.number, error=epoch.corrupt
+            )
         epoch.end(ending)
         self._ended.append(epoch)
 
@@ -68,16 +72,6 @@ class Epochs:
         shared.mode = mode
         for epoch in self.all:
             epoch.switch(mode)
-
-    def corrupt(self) -> list[Epoch]:
-        """Return the attached epochs that are to be ended, and log those with memory that their engine corrupted."""
-        found = [epoch for epoch in self.all if epoch.broken]
-        for epoch in found:
-            if epoch.corrupt is not None:
-                self._shared.log.error(
-                    "engine.corrupt", engine=epoch.engine.engine_id, epoch=epoch.number, error=epoch.corrupt
-                )
-        return found
 
     def tick(self, now_ns: int) -> list[tuple[Epoch, Ending]]:
         """Do the periodic work of each epoch; return those that the caller must end, so that their engines reattach."""

@@ -36,7 +36,7 @@ class Handshake:
         self._shared, self._epochs, self._connections, self._epoll = shared, epochs, connections, epoll
         self._log = shared.log
         self._groups: dict[tuple[str, str], EngineGroup] = {}
-        self._reserving: dict[int, EngineGroup] = {}  # by the number of the epoch
+        self.reserving: dict[int, EngineGroup] = {}  # by the number of the epoch
 
     def hello(self, peer: Peer, hello: Hello) -> None:
         """Add a process to its engine's group. Raises ProtocolError."""
@@ -116,7 +116,7 @@ class Handshake:
     def carry_on(self) -> None:
         """Attach the engines whose memory is there by now."""
         while (reserved := self._epochs.reservations.next_done()) is not None:
-            self._reserved(self._reserving.pop(reserved.number), reserved.memory)
+            self._reserved(self.reserving.pop(reserved.number), reserved.memory)
 
     def tick(self, now_ns: int) -> None:
         """Hand over memory that waits for descriptors, and report engines that wait for too long."""
@@ -160,7 +160,7 @@ class Handshake:
             self._refuse_engine(group, error)
             return
         group.number = secrets.randbits(53) + 1
-        self._reserving[group.number] = group
+        self.reserving[group.number] = group
         self._epochs.reservations.want(group.number, self._shared.config, engine)
         self.carry_on()
 

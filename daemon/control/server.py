@@ -82,7 +82,10 @@ class Control:
 
     def carry_on(self, now_ns: int) -> bool:
         """Attach the engines whose memory is there by now; True while connections wait until their user may ask."""
-        self.handshake.carry_on()
+        if self.handshake.reserving:
+            self.handshake.carry_on()
+        if not self._connections.asking:
+            return False
         return self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
 
     def tick(self, now_ns: int) -> None:

@@ -58,7 +58,7 @@ class Epoch(EngineCalls):
         self.heard_ns = 0  # when the last record came
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
         self.channel.liveness.beat(self.since_ns)
-        self.channel.credits.grant(self.saver.next_grant(saving=True))
+        self.channel.credits.grant(self.saver.next_grant())
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
@@ -68,11 +68,6 @@ class Epoch(EngineCalls):
             self._calls.reply()
         else:
             self._calls.carry_on()
-
-    @property
-    def owes(self) -> bool:
-        """There is more to say about announcements, or more of an event's work to do, at the next turn."""
-        return self._calls.owes or bool(self.saver.given_up) or self.planner.holdings.owes
 
     @property
     def use_again_ms(self) -> int:
@@ -310,6 +305,7 @@ class Epoch(EngineCalls):
             starved = order is None and self.planner.starved(lane)
             self.parts.reasons.note_room(lane, self._services.clock_ns(), starved=starved)
         self._calls.publish()
+        self.owes = self.owes or self.planner.holdings.owes
         if order is not None:
             self._fetches.start(order)
         return order is not None

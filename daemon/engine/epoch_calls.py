@@ -37,7 +37,6 @@ class EpochCalls:
         self._parts, self._services, self._engine = parts, parts.services, engine
         self._replies: dict[int, tuple[Announce, Hear]] = {}  # of announcements, by number
         self._announcements = 0
-        self.owes = False  # replies, or answers, for the next turn of the loop; not where a caller has to read first
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
@@ -51,13 +50,14 @@ class EpochCalls:
         if saver.given_up:
             self.count_puts(saver.ended())
         if saver.returned and parts.saving:
-            parts.channel.credits.grant(saver.next_grant(saving=True))
+            parts.channel.credits.grant(saver.next_grant())
         if (due := parts.sessions.due) and due[0][0] <= now:
             self._announce_sessions(now)
         while ahead.waiting and self._hint_ahead(now):
             self._look_up_next(now)
             self.publish()
-        self.owes = bool(ahead.outcomes) or (parts.look_ups.waiting and not self._services.store.answering)
+        owes = bool(ahead.outcomes or saver.given_up) or parts.planner.holdings.owes
+        self._engine.owes = owes or (parts.look_ups.waiting and not self._services.store.answering)
 
     def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
         self._services.pools.start(Call(kind, run, on_result, overdue, self._engine))
@@ -268,8 +268,7 @@ class EpochCalls:
 
     def reply(self, most: int = REPLIES) -> None:
         """Say what became of announcements, and write a line about each one that is over."""
-        parts, self.owes = self._parts, False
-        outcomes = parts.ahead.outcomes
+        parts, outcomes = self._parts, self._parts.ahead.outcomes
         for _ in range(min(most, len(outcomes))):
             number, outcome = outcomes.popleft()
             order, reply = self._replies[number]
@@ -286,7 +285,6 @@ class EpochCalls:
                     parts.counters.add("announced_blocks", count, result)
                 blocks = {f"{result}_blocks": count for result, count in counts.items()}
                 parts.log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
-        self.owes = bool(outcomes)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

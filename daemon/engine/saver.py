@@ -112,10 +112,8 @@ class Saver:
         self.puts.append(Put(save, slots, list(zip(record.names, slots, strict=True))))
         return []
 
-    def next_grant(self, *, saving: bool) -> list[int]:
+    def next_grant(self) -> list[int]:
         """Return the slots to grant. Without saving they stay here: soon the engine has none left to fill."""
-        if not saving or not self.returned:
-            return []
         slots, self.returned = self.returned, []
         self._granted.update(slots)
         return slots

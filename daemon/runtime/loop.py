@@ -52,7 +52,7 @@ class Loop:
             until_ns = min(until_ns, now_ns + ASKING_NS)
         self._start_fetches()
         self._start_saves(now_ns)
-        for epoch in self._epochs.corrupt():
+        for epoch in [each for each in self._epochs.all if each.broken]:
             self._control.handshake.end(epoch, Ending.DAEMON_FAULT)
         epochs = self._epochs.all  # without those that ended now
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]

@@ -41,14 +41,15 @@ class EngineCalls:
     """One engine's calls: how many run, and whether their results still matter.
 
     `running`: until it is 0 the engine's memory stays mapped and registered.  `closing`: results go nowhere any more.
-    `broken`: nothing more is done for it but its end.  `corrupt`: because of this in the engine's memory; None where an
-    exception says that the daemon itself is at fault.
+    `owes`: there is more of an event's work to do, or to say, at the next turn.  `broken`: nothing more is done for it
+    but its end.  `corrupt`: because of this in the engine's memory; None where an exception says that the daemon itself
+    is at fault.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.running = 0
-        self.closing = self.broken = False
+        self.closing = self.broken = self.owes = False
         self.corrupt: str | None = None
 
     def contain(self, work: Callable[..., _T], default: _T, *args: Any) -> _T:

@@ -39,7 +39,7 @@ class Setup:
             self.notices.append(put.notice)
             self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
             self.saves += [put.save] if put.last else []
-        self.granted += self.saver.next_grant(saving=self.saving)
+        self.granted += self.saver.next_grant() if self.saving else []
         if self.saver.waiting(self.now) and (job := self.saver.next_put(self.put_blocks)) is not None:
             self.jobs.append(job)
 

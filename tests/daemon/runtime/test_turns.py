@@ -40,7 +40,7 @@ class Turns:
     def __init__(self, count: int) -> None:
         self.pools = LoopPools()
         self.engines = [Engine(make_epoch(pools=self.pools)) for _ in range(count)]
-        epochs = SimpleNamespace(all=[each.epoch for each in self.engines], corrupt=list)
+        epochs = SimpleNamespace(all=[each.epoch for each in self.engines])
         shared, signals = SimpleNamespace(pools=self.pools), SimpleNamespace(fd=-1)
         control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, carry_on=lambda _: False)
         self.epoll = select.epoll()
