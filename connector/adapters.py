@@ -102,12 +102,21 @@ class Adapters:
         adapter = request.lora_request
         key = self._key(adapter.name, adapter.path)
         self._keys.setdefault(adapter.adapter_id, set()).add(key)
+        self._note(key, self._usable(adapter))
+        return self.known_names(request)
+
+    def known_names(self, request: Any) -> MaskedNames | None:
+        """Return what `names` would now, on any thread: it notes nothing, so the content may be another one since."""
+        adapter = request.lora_request
+        ended = self._key(adapter.name, adapter.path) in self._ended
+        content = b"" if ended else joined(self._usable(adapter))
+        return MaskedNames(request, content) if content else None
+
+    def _usable(self, adapter: Any) -> Mapping[int, bytes]:
+        """Return what each rank has read of it; nothing while one has not, or where it cannot be relied on."""
         ranks = self._read.get(adapter.adapter_id, {})
-        if not self._sure or len(ranks) < self._world_size or (self._late and adapter.load_inplace):
-            return None
-        self._note(key, ranks)
-        content = joined(ranks)
-        return MaskedNames(request, content) if content and key not in self._ended else None
+        relied = self._sure and len(ranks) == self._world_size and not (self._late and adapter.load_inplace)
+        return ranks if relied else {}
 
     def read(self, reports: Mapping[int, Iterable[AdapterRead]]) -> bool:
         """Ranks have read adapters. Return whether sharing has ended for one of them."""

@@ -84,6 +84,7 @@ class Claims:
         self._in_part, groups = geometry.groups.partial, geometry.groups
         # Groups.names, .digests and .blocks in numbers: on the engine's thread each call of a function takes 3 us.
         self._names, self.hash_tokens, self.proof_tokens = groups.names(1), groups.hash_tokens, groups.proof_tokens
+        self.block_tokens = geometry.block_tokens
         self._sync_bytes = config.sync_load_max_bytes
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS

@@ -5,8 +5,9 @@ pass: a hint sent then is up to a step late.  But its input thread makes each re
 (`EngineCore.preprocess_add_request`).  The hint leaves there, and the scheduler side adopts it with the request.
 
 The input thread reads what the scheduler's thread writes, and decides nothing.  What it finds to be local is a guess,
-as it always is before the admission.  A hint of an epoch or of weights that have changed since counts no more.  Where
-something is not known there (an adapter's content, what several KV groups hold), the hint leaves at the scheduler.
+as it always is before the admission.  A hint of an epoch, of weights or of an adapter that have changed since counts no
+more.  Where something is not known there (what several KV groups hold, an adapter that no step has read), the hint
+leaves at the scheduler.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .request_state import prefilled_elsewhere
 from .saves import LocalCache
 
 if TYPE_CHECKING:
+    from .adapters import Adapters, MaskedNames
     from .claims import Claims
-    from .geometry import Geometry
     from .link import Link
     from .resets import Resets
 
@@ -38,11 +39,12 @@ log = logging.getLogger("vllm.kvprefetch.scheduler")
 
 
 class Early(NamedTuple):
-    """A hint that the scheduler has not adopted; `generation`: the reset that it belongs to."""
+    """A hint that the scheduler has not adopted; `generation`: the reset that it belongs to, `names`: its adapter's."""
 
     handle: Handle
     generation: int
     hinted_ns: int
+    names: MaskedNames | None
 
 
 class EarlyHints:
@@ -50,15 +52,15 @@ class EarlyHints:
 
     def __init__(
         self,
-        geometry: Geometry,
         link: Link[SchedulerEpoch],
         resets: Resets,
+        adapters: Adapters,
         claims: Claims,
         now_ns: Callable[[], int],
         *,
         allowed: bool,
     ) -> None:
-        self._geometry, self._link, self._resets, self._claims, self._now_ns = geometry, link, resets, claims, now_ns
+        self._link, self._resets, self._adapters, self._claims, self._now_ns = link, resets, adapters, claims, now_ns
         self.allowed = allowed
         self.cache = LocalCache()
         self.waiting: dict[Any, Early] = {}
@@ -69,7 +71,7 @@ class EarlyHints:
         """Hint at a request that the scheduler will get. What this raises costs the hint and nothing else."""
         link, generation, own = self._link, self._resets.generation, NO_HINTS
         epoch = link.epoch if self.allowed else None
-        if epoch is None or link.confirmed_reset < generation or request.lora_request is not None:
+        if epoch is None or link.confirmed_reset < generation:
             return
         if request.resumable or request.prompt_is_token_ids is not None or request.skip_reading_prefix_cache:
             return
@@ -77,15 +79,19 @@ class EarlyHints:
             own = request_hints.parse(request.kv_hints, request.kv_transfer_params)
             if own.bad or not own.fetch or prefilled_elsewhere(request):
                 return
+        names = None if request.lora_request is None else self._adapters.known_names(request)
+        if names is None and request.lora_request is not None:
+            return
         usable = self._claims.usable_blocks(request, request.num_prompt_tokens)
         local = self.cache.guess(request, usable)
         if local is None:
             return
-        usable = min(usable, local + own.max_load_tokens // self._geometry.block_tokens)
+        usable = min(usable, local + own.max_load_tokens // self._claims.block_tokens)
         if local < usable and epoch.status(now := self._now_ns()) == ALIVE:
-            handle = self._claims.push(request, request.block_hashes, (local, usable), epoch, (now, True), own)
+            digests = request.block_hashes if names is None else names.up_to_date()
+            handle = self._claims.push(request, digests, (local, usable), epoch, (now, True), own)
             if handle is not None:
-                self.waiting[request] = Early(handle, generation, now)
+                self.waiting[request] = Early(handle, generation, now, names)
 
     # --- on the scheduler's thread ----------------------------------------------------------------------------------
 
@@ -94,7 +100,9 @@ class EarlyHints:
         early = self.waiting.pop(request, None)
         if early is None or early.handle.epoch is not epoch:  # nobody reads an ended epoch
             return None
-        if early.generation != self._resets.generation:
+        names = None if request.lora_request is None else self._adapters.names(request)
+        same = (names and names.content) == (early.names and early.names.content)
+        if not same or early.generation != self._resets.generation:
             hints.finish(early.handle, Outcome.VOIDED)
             return None
         early.handle.adopt(self._now_ns())

@@ -103,7 +103,7 @@ class SchedulerSide:
         )
         self.reported = self.claims.reported = Reported(self.steps, overlapping=geometry.overlapping)
         early = geometry.loads and config.hint_on_arrival
-        self.early = EarlyHints(geometry, link, self.resets, self.claims, clock.now_ns, allowed=early)
+        self.early = EarlyHints(link, self.resets, self.adapters, self.claims, clock.now_ns, allowed=early)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
         self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
@@ -180,7 +180,9 @@ class SchedulerSide:
             return False
         self.counters["hints"] += 1
         hint, tokens = (early.handle, early.hinted_ns), request.num_prompt_tokens
-        self.requests[request.request_id] = RequestState(self.phases, request, True, tokens, early.handle.blocks, hint)
+        state = RequestState(self.phases, request, True, tokens, early.handle.blocks, hint)
+        self.requests[request.request_id] = state
+        state.names = early.names
         return True
 
     def _ambiguous(self, request: Any) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
 from kvprefetch.connector import compat, early, examine, reported
@@ -27,6 +28,7 @@ from .fakes import BLOCK, MS, Engine, FakeDaemon, Request
 from .real import RealEngine
 
 PENDING = (None, False)
+SQL = LoRARequest("sql", 1, "/adapters/sql")
 Make = Callable[..., RealEngine]
 
 
@@ -199,7 +201,7 @@ def test_an_id_that_is_used_again_has_a_hint_for_each_request() -> None:
         {"resumable": True},
         {"prompt_is_token_ids": [True]},
         {"skip_reading_prefix_cache": True},
-        {"lora_request": SimpleNamespace(name="a", path="/a", adapter_id=1, load_inplace=False)},
+        {"lora_request": SQL},
         {"kv_transfer_params": {"do_remote_prefill": True}},
         {"kv_transfer_params": {"max_load_tokens": "many"}},
         {"kv_transfer_params": {"max_load_tokens": 0}},
@@ -215,6 +217,38 @@ def test_what_only_the_scheduler_knows_is_left_to_it(fields: dict[str, Any]) -> 
     assert engine.daemon.hints == []
     engine.side.arrived(request)
     assert engine.side.early.waiting == {}
+
+
+def test_an_adapter_that_was_read_is_hinted_early_by_its_content() -> None:
+    engine = Engine(credits=range(8))
+    engine.read(SQL, "a")
+    request = come(engine, "r", lora_request=SQL)
+    hint = engine.daemon.hint("r")
+    engine.side.arrived(request)
+    state = engine.side.requests["r"]
+    assert (hint.early, hint.hashes) == (True, b"".join(state.digests or ()))
+    assert state.digests != request.block_hashes
+    engine.daemon.drain()
+    assert len(engine.daemon.hints) == 1
+    engine.admit(request)
+    (save,) = engine.step([(request, 2 * BLOCK)]).saves
+    assert len(save.slots) == 2, "what it computes has the names that were hinted"
+
+
+@pytest.mark.parametrize("contents", ["b", "ba"], ids=["replaced", "replaced and back"])
+def test_an_adapter_that_is_replaced_in_between_voids_the_hint(contents: str) -> None:
+    """Its KV is not shared until a reset, as vLLM's own cache has blocks of both contents."""
+    engine = Engine()
+    engine.read(SQL, "a")
+    request = come(engine, "r", lora_request=SQL)
+    for content in contents:
+        engine.read(SQL, content)
+    come(engine, "after", lora_request=SQL)
+    engine.side.arrived(request)
+    assert outcomes(engine) == [Outcome.VOIDED]
+    assert [each.request_id for each in engine.daemon.hints] == ["r"]
+    assert engine.match(request) == (0, False)
+    assert engine.daemon.unreturned() == []
 
 
 def test_a_cap_counts_from_what_is_local() -> None:

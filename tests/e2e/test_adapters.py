@@ -50,7 +50,11 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     site.assert_idle()
     first.stop()
     second = start()
+    before = len(site.daemon.records("request.done"))
     served(second.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
+    site.assert_idle()
+    loaded = [line for line in site.daemon.records("request.done")[before:] if line["outcome"] == "loaded"]
+    assert [line["adopted_ms"] is None for line in loaded] == [False] * len(PROMPTS), "not hinted early"
     second.stop()
 
     make_adapter(path, 1)
