@@ -28,7 +28,7 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RealEngine]]:
+def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Builds engines for which the test plays the daemon; no error may stay inside the connector unseen."""
     from kvprefetch.connector import connector
 
@@ -37,8 +37,8 @@ def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     swallowed: list[str] = []
     monkeypatch.setattr(connector.log, "exception", lambda *values: swallowed.append(traceback.format_exc()))
 
-    def construct(**options: Any) -> RealEngine:
-        return RealEngine(checkpoint_folder, **options)
+    def construct(kind: type[RealEngine] = RealEngine, **options: Any) -> RealEngine:
+        return kind(checkpoint_folder, **options)
 
     yield construct
     assert swallowed == []

@@ -45,6 +45,7 @@ from kvprefetch.connector.epoch import WorkerEpoch
 from kvprefetch.connector.metadata import KVPrefetchMetadata
 from kvprefetch.connector.scheduler import SchedulerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
+from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached
 from tests.lab import connectors
@@ -147,17 +148,20 @@ class Options:
 class RealEngine:
     """One engine core without a model. `options`: fields of Options, and the connector's own settings."""
 
+    link_class = FakeLink
+
     def __init__(self, folder: Path, **options: Any) -> None:
         mine = {name: options.pop(name) for name in list(options) if name in Options.__dataclass_fields__}
         self.options = given = Options(**mine)
         self.clock = Clock()
         self.daemon = FakeDaemon(self.clock)
         self.daemon.credits.grant(list(given.credits))
-        self.link = FakeLink(self.daemon.epoch())
+        self.link = self.link_class(self.daemon.epoch())
         self.in_flight = given.in_flight
         self.flight: deque[tuple[Any, list[Any], dict[str, list[int]]]] = deque()
         self.tokens: dict[str, list[int]] = {}
         self.metas: list[KVPrefetchMetadata] = []
+        self.memory: list[torch.Tensor] = []  # of each rank: layer, block, token, head, bytes
         config = self._config(folder, options)
         cache = cache_config(given.blocks, GROUPS, page_bytes=BLOCK_BYTES // LAYERS)
         self.workers = [self._worker(config, cache, rank) for rank in range(given.ranks)]
@@ -275,8 +279,7 @@ class RealEngine:
     def run_rank(self, worker: Any, output: Any) -> Any:
         """One step on one rank, in the order of vLLM's model runner."""
         with (
-            mock.patch.object(mixin, "get_kv_transfer_group", return_value=worker),
-            mock.patch.object(mixin, "get_forward_context", return_value=None),
+            mock.patch.multiple(mixin, get_kv_transfer_group=lambda: worker, get_forward_context=lambda: None),
             mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as report,
         ):
             self.forward(worker, output)
@@ -326,14 +329,10 @@ class RealEngine:
         return config
 
     def _worker(self, config: Any, cache: KVCacheConfig, rank: int) -> Any:
-        slots = self.daemon.layout.slot_count
-        segment = Segment.create(slots * BLOCK_BYTES)
-        attached = Attached(
-            epoch=self.daemon.layout.epoch, segment_bytes=segment.size_bytes, slot_count=slots, slot_bytes=BLOCK_BYTES
-        )
-        link = FakeWorkerLink(WorkerEpoch(attached, segment))
+        link = FakeWorkerLink(self.epoch_of(self.daemon.layout))
         blocks = cache.num_blocks
         memory = torch.zeros(LAYERS, blocks, BLOCK, 1, BLOCK_BYTES // LAYERS // BLOCK, dtype=torch.uint8)
+        self.memory.append(memory)
         tensors = {f"layer0.{i}": memory[i].permute(0, 2, 1, 3) for i in range(LAYERS)}
         with (
             mock.patch.object(module, "Link", return_value=link),
@@ -345,6 +344,16 @@ class RealEngine:
             )
             worker.register_kv_caches(tensors)
         return worker
+
+    @staticmethod
+    def epoch_of(layout: Layout) -> WorkerEpoch:
+        """A rank's slots of this epoch."""
+        slots = layout.slot_count
+        segment = Segment.create(slots * BLOCK_BYTES)
+        attached = Attached(
+            epoch=layout.epoch, segment_bytes=segment.size_bytes, slot_count=slots, slot_bytes=BLOCK_BYTES
+        )
+        return WorkerEpoch(attached, segment)
 
     @staticmethod
     def _ours(connector: Any) -> KVPrefetchConnector:
