@@ -41,8 +41,8 @@ from tests.support.waiting import eventually
 Serve = Callable[..., Daemon]
 
 
-def test_bad_requests_are_one_line_each_and_cost_nobody_else(serve: Serve) -> None:
-    daemon = serve()
+def test_bad_requests_are_one_line_each_and_cost_nobody_else(shared_daemon: Daemon) -> None:
+    daemon = shared_daemon
     engine, values = engine_with(daemon, "abuse", 8)
     door = Door(daemon.socket)
 
@@ -64,8 +64,8 @@ def test_bad_requests_are_one_line_each_and_cost_nobody_else(serve: Serve) -> No
     assert engine.load(list(values), name="after") == list(values.values())
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve) -> None:
-    daemon = serve()
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(shared_daemon: Daemon) -> None:
+    daemon = shared_daemon
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(20)
         sock.connect(str(door_socket(daemon.socket)))

@@ -82,8 +82,14 @@ def became(daemon: Daemon, name: str, outcome: str) -> dict[str, Any]:
     return eventually(looked, what=f"{name} is {outcome}")
 
 
-def test_a_tool_s_end_is_announced_by_the_session_alone(serve: Serve, auditor: Auditor) -> None:
-    daemon = serve()
+@pytest.fixture
+def daemon(shared_daemon: Daemon) -> Daemon:
+    """Of these tests, without an engine of the test before."""
+    eventually(lambda: not ask_daemon(shared_daemon.socket).engines, what="the end of the engines before")
+    return shared_daemon
+
+
+def test_a_tool_s_end_is_announced_by_the_session_alone(daemon: Daemon) -> None:
     engine, values = engine_with(daemon, "tool", 12)
     chain = list(values)
     ask_door = Door(daemon.socket).ask
@@ -156,16 +162,14 @@ def test_every_outcome_has_its_word(serve: Serve) -> None:
         assert became(daemon, "later", "rejected")["reason"] == "the engine is gone"
 
 
-def test_a_prompt_that_names_a_block_twice_is_refused(serve: Serve) -> None:
-    daemon = serve()
+def test_a_prompt_that_names_a_block_twice_is_refused(daemon: Daemon) -> None:
     FakeEngine(daemon.socket)
     prompt = {"block_hashes": ["ab" * 32, "cd" * 32, "ab" * 32]}
     status, answer = Door(daemon.socket).ask("POST", "/v1/kv_hints", message("twice", prompt))
     assert (status, answer) == (400, {"error": "block_hashes: name a block twice, as no prompt does: hashes=3"})
 
 
-def test_one_of_several_engines_is_named(serve: Serve) -> None:
-    daemon = serve()
+def test_one_of_several_engines_is_named(daemon: Daemon) -> None:
     door = Door(daemon.socket)
     hashes = {"block_hashes": ["ab" * 32]}
 
@@ -190,8 +194,7 @@ def test_one_of_several_engines_is_named(serve: Serve) -> None:
     assert [each["outcome"] for each in answer["actions"]] == ["rejected", "missing"]
 
 
-def test_a_model_is_named_by_its_path_by_its_last_part_or_as_callers_do(serve: Serve) -> None:
-    daemon = serve()
+def test_a_model_is_named_by_its_path_by_its_last_part_or_as_callers_do(daemon: Daemon) -> None:
     paths = [f"/models/{each}/{'long' * 100}/Llama-3-8B" for each in ("a", "b")]
     for number, path in enumerate(paths):
         models = (path, f"served-{number}")
@@ -234,9 +237,8 @@ def processes(daemon: Daemon) -> list[int]:
     return [int(each) for each in found if b"kvprefetch.daemon.door" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
-def test_outcomes_wait_for_a_process_that_does_not_read(serve: Serve) -> None:
+def test_outcomes_wait_for_a_process_that_does_not_read(daemon: Daemon) -> None:
     """A socket has room for some 270 of them."""
-    daemon = serve()
     engine, values = engine_with(daemon, "many", 1)
     prompt = {"block_hashes": [digest.hex() for digest in values], "ttl_ms": 3_000}
     for name in "abcdef":

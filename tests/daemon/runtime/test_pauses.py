@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvprefetch.shmring.wire.records import MAX_SAVED_BLOCKS, FlagState, Outcome
 from tests.daemon.door.test_door import message
 from tests.daemon.stores import stored
 from tests.lab.daemon import Daemon
+from tests.support.auditor import ask_daemon
 from tests.support.engine_side import EngineSpec, Key
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
@@ -47,13 +49,14 @@ class Foe(FakeEngine):
 
     def __init__(self, daemon: Daemon, blocks: int, staged: int) -> None:
         super().__init__(daemon.socket, attach=False)
-        self.spec = LongSpec(engine_id="foe", prefix="foe", block_bytes=BLOCK_BYTES, max_blocks=blocks)
+        self.spec = LongSpec(engine_id="foe", prefix=uuid.uuid4().hex, block_bytes=BLOCK_BYTES, max_blocks=blocks)
         self.attach()
         self.daemon, self.blocks, self.digests = daemon, blocks, digests(staged)
+        before = sum(line["stored_blocks"] for line in daemon.records("save.done"))
         for start in range(0, staged, MAX_SAVED_BLOCKS):
             some = self.digests[start : start + MAX_SAVED_BLOCKS]
             self.save(dict.fromkeys(some, b"x" * BLOCK_BYTES))
-            stored(daemon, start + len(some))
+            stored(daemon, before + start + len(some))
         if staged:
             self.cancel(self.wanted(self.digests, "stages them"))
 
@@ -193,6 +196,7 @@ def longest_pause(daemon: Daemon) -> Iterator[list[float]]:
 
 def check(daemon: Daemon, send: Callable[[Foe], None], blocks: int, staged: int) -> float:
     """Return the most CPU time (s) of the main loop in one slice of work."""
+    eventually(lambda: not ask_daemon(daemon.socket).engines, 30, "the end of the engines before")
     needs = send in (in_a_wrong_order, one_block_again_and_again, reset, ended, asked_and_stopped)
     foe = Foe(daemon, blocks, staged if needs else 0)
     with longest_pause(daemon) as pause:
@@ -216,11 +220,17 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[Daemon]:
+    with Daemon(staging="32MiB", memory="64MiB") as daemon:
+        yield daemon
+
+
 @pytest.mark.parametrize("send", ALL, ids=lambda each: each.__name__)
 def test_the_largest_of_everything_keeps_no_neighbour_waiting(
-    serve: Callable[..., Daemon], send: Callable[[Foe], None]
+    shared_daemon: Daemon, send: Callable[[Foe], None]
 ) -> None:
-    check(serve(staging="32MiB", memory="64MiB"), send, 50_000, 12_000)
+    check(shared_daemon, send, 50_000, 12_000)
 
 
 @pytest.mark.stress
