@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, PATIENT, At, Site, hits, served, wait_attached, whole_blocks
+from tests.e2e.conftest import BLOCK, PATIENT, At, Site, answers, hits, served, wait_attached, whole_blocks
 from tests.lab.connectors import multi, ours
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
@@ -19,16 +19,14 @@ LONG = 64
 
 
 @pytest.mark.shows("preemption")
-@pytest.mark.parametrize(
-    ("decode", "load_mode"), [pytest.param(False, "sync", marks=pytest.mark.stress), (True, "async")]
-)
-def test_preempted_requests_are_saved_and_loaded_right(site: Site, plain: Engine, decode: bool, load_mode: str) -> None:
+@pytest.mark.parametrize(("decode", "load_mode"), [(False, "sync"), (True, "async")])
+def test_preempted_requests_are_saved_and_loaded_right(site: Site, decode: bool, load_mode: str) -> None:
     """The KV pool holds one and a half of four long outputs; then all saved blocks are loaded and continued."""
     prompts = make_prompts(5, 200, seed=61)
-    right = plain.run(prompts, max_tokens=LONG).tokens
+    right = answers(prompts, LONG)
     continued = [prompt + tokens for prompt, tokens in zip(prompts, right, strict=True)]
-    right_on = plain.run(continued, max_tokens=8).tokens
-    engine = site.engine(
+    right_on = answers(continued, 8)
+    engine = site.bed(
         extra={"save_decode_cache": decode, "load_mode": load_mode, "cache_prefix": f"saving-{load_mode}"},
         num_gpu_blocks=26,
         max_model_len=512,
