@@ -76,24 +76,6 @@ def test_the_folder_may_go_too(serve: Serve, tmp_path: Path) -> None:
     FakeEngine(daemon.socket, engine_id="after").close()
 
 
-@pytest.mark.stress
-def test_a_daemon_whose_socket_another_one_has_takes_none_of_its_names(serve: Serve) -> None:
-    daemon = serve()
-    daemon.socket.unlink()
-    successor = serve(socket=daemon.socket)
-    tried = lambda: [line["error"] for line in daemon.records("name.missing") if "error" in line]  # noqa: E731
-    wrong = eventually(tried, what="a try that was refused")
-    time.sleep(3)  # some looks more
-    assert len(wrong) == 1
-    assert "another daemon is serving" in wrong[0]
-    assert not daemon.records("name.back")
-    assert not successor.records("name.missing")
-    assert ask_daemon(successor.socket).pid == successor.pid
-    assert daemon.sigterm(30) == 0
-    assert successor.picture.exists()
-    assert ask_daemon(successor.socket).pid == successor.pid
-
-
 def test_no_name_is_made_while_another_daemon_has_the_first_one() -> None:
     there, made = [True, True], list[int]()
 
