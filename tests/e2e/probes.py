@@ -26,14 +26,6 @@ def counters(engine: Any) -> dict[str, int]:
     return dict(_side(engine).scheduler_side.counters)
 
 
-def drafted_windows(engine: Any) -> int:
-    """How many groups of sliding windows have a drafter's KV: vLLM may flag all groups, or the drafter's alone."""
-    from kvprefetch.connector.geometry import rules_of
-
-    rules = rules_of(engine.vllm_config, _scheduler(engine).kv_cache_config)
-    return sum(group.drafts and group.window_tokens > 0 for group in rules.groups)
-
-
 def attached(engine: Any) -> bool:
     """Tell whether the scheduler side is attached to a live daemon."""
     epoch = _side(engine).scheduler_side.link.epoch

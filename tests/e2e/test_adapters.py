@@ -6,12 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import Site, hits, served
 from tests.lab.adapter import make_adapter
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import make_gemma3
 from tests.lab.prompts import make_prompts
 
 PROMPTS = make_prompts(4, 300, seed=72)
@@ -81,39 +78,3 @@ def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     served(third.run(PROMPTS, request_options=in_place), right[3])
     site.assert_idle()
     third.stop()
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("case", ["two ranks", "several groups"])
-def test_adapters_are_shared_by_ranks_that_agree_and_in_models_of_several_groups(
-    site: Site, engines: Callable[..., Engine], tmp_path: Path, case: str
-) -> None:
-    """Loads of several groups end before the step that computes with the adapter, and fail where vLLM gave it up."""
-    model = site.model if case == "two ranks" else make_gemma3(tmp_path / "gemma3")
-    path = tmp_path / "sql"
-    options: dict[str, Any] = {"lora": ["sql", 1, make_adapter(path, 0)]}
-    other = {"lora": ["other", 2, make_adapter(tmp_path / "other", 9)]}
-    changes = {"tensor_parallel_size": 2} if case == "two ranks" else {"model": model}
-    right = []
-    plain = engines(EngineSpec(model=model, extra=LORA))
-    for seed in range(2):
-        make_adapter(path, seed)
-        right.append(plain.run(PROMPTS, request_options=options).tokens)
-        plain.reset_prefix_cache()
-        plain.run(WARM, request_options=other)
-    assert all(one != two for one, two in zip(*right, strict=True))
-    plain.stop()
-
-    make_adapter(path, 0)
-    engine = site.engine(site.spec(extra={"cache_prefix": case.replace(" ", "-")}).but(extra=LORA, **changes))
-    engine.run(WARM, request_options=options)
-    served(engine.run(PROMPTS, request_options=options), right[0], [0] * len(PROMPTS))
-    site.fresh(engine)
-    served(engine.run(PROMPTS, request_options=options), right[0], hits(PROMPTS))
-    engine.run(WARM, request_options=other)
-    make_adapter(path, 1)
-    site.fresh(engine)
-    served(engine.run(PROMPTS, request_options=options), right[1])
-    assert "adapter 'sql' is not shared until the next reset" in engine.log.read_text()
-    site.assert_idle()
-    engine.stop()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import vllm
 
 from tests.e2e.conftest import (
     BLOCK,
@@ -25,7 +24,7 @@ from tests.e2e.conftest import (
 from tests.lab.connectors import ours, upstream
 from tests.lab.daemon import Daemon
 from tests.lab.engine import Engine, EngineSpec
-from tests.lab.hybrid import WINDOW, make_eagle, make_gemma3, make_llama4, make_mimo
+from tests.lab.hybrid import WINDOW, make_gemma3, make_llama4, make_mimo
 from tests.lab.prompts import make_prompts
 from tests.lab.store import Store
 from tests.support.auditor import Auditor
@@ -75,46 +74,6 @@ def test_requests_whose_loads_failed_are_recomputed(site: Site) -> None:
     engine = site.bed(layout="windows", extra={"cache_prefix": "failing groups"})
     failed_loads_are_recomputed(site, engine, PROMPTS, answers(PROMPTS))
     engine.stop()
-
-
-@pytest.mark.stress
-@pytest.mark.shows("EAGLE drafts", "full attention and sliding windows")
-def test_with_a_drafter_tokens_are_right_and_each_connector_reads_what_the_other_wrote(
-    cluster: Store, shared: Daemon, gemma: Path, tmp_path: Path, engines: Callable[..., Engine], module_auditor: Auditor
-) -> None:
-    """Of each prefix the last block is computed again, in vLLM's own connector, too.
-
-    That of 0.31 stores no window in front of a proof.
-    """
-    drafter = {"method": "eagle", "model": str(make_eagle(tmp_path / "eagle")), "num_speculative_tokens": 2}
-    spec = EngineSpec(model=gemma, extra={"speculative_config": drafter})
-    site = Site(shared, gemma, module_auditor, engines)
-    plain = engines(spec)
-    right, right_long = plain.run(PROMPTS, max_tokens=48).tokens, plain.run(LONG, max_tokens=48).tokens
-    plain.stop()
-    dropped = [each - BLOCK for each in hits(PROMPTS)]
-    dropped_long = [each - BLOCK for each in hits(LONG)]
-    mine = site.engine(spec.but(kv_transfer=ours(shared.socket, key_format="vllm")))
-    served(mine.run(PROMPTS, max_tokens=48), right, [0] * len(PROMPTS))
-    site.fresh(mine)
-    served(mine.run(PROMPTS, max_tokens=48), right, dropped)
-    assert mine.run(LONG, max_tokens=48).tokens == right_long
-    site.fresh(mine)
-    theirs = engines(spec.but(kv_transfer=upstream(), mooncake_config=cluster.config))
-    served(theirs.run(LONG, max_tokens=48), right_long, dropped_long)
-    others, before = make_prompts(4, 300, seed=88), cluster.keys
-    found = theirs.run(others, max_tokens=48).tokens
-    if vllm.__version__.startswith("0.31."):
-        return
-    window = WINDOW_BLOCKS + mine.call("tests.e2e.probes:drafted_windows")
-    wanted = before + len(others) * (2 * (300 // BLOCK) + window)  # the drafter's group has all blocks, too
-    assert cluster.wait_keys(wanted) == wanted
-    served(mine.run(others, max_tokens=48), found, [each - BLOCK for each in hits(others)])
-    site.fresh(mine)
-    site.a_foreign_block_shows(mine, PROMPTS, right, max_tokens=48)
-    site.assert_idle()
-    theirs.stop()
-    mine.stop()
 
 
 @pytest.mark.shows("two tensor-parallel ranks", "full attention and sliding windows")
