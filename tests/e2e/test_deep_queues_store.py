@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,22 +45,6 @@ def pair(cluster: Store, daemon: Daemon, engines: Callable[..., Engine], module_
     fill(pair, cluster, PROMPTS)
     yield pair
     engine.stop()
-
-
-@pytest.mark.shows("store that hangs or dies")
-@pytest.mark.parametrize("victim", ["storage node", "master"])
-def test_a_frozen_store_holds_nobody_past_the_deadline(cluster: Store, pair: Pair, victim: str) -> None:
-    with frozen(cluster.node_pid if victim == "storage node" else cluster.master_pid):
-        pair.begin(PROMPTS, max_tokens=8)
-        during = pair.collect()
-    assert finished(during)
-    assert during.tokens == RIGHT
-    assert sum(during.cached_tokens) < sum(HITS), "the store was needed"
-    thawed = time.monotonic()
-    while (after := pair.run(PROMPTS, max_tokens=8)).cached_tokens != HITS:
-        assert after.tokens == RIGHT
-        assert time.monotonic() < thawed + 30, "what is in the store is served again"
-    assert after.tokens == RIGHT
 
 
 @pytest.mark.shows("store that hangs or dies")
