@@ -205,6 +205,8 @@ class Metrics:
     def show(self, name: str, samples: Mapping[Labels, float]) -> None:
         """Let a gauge have these samples, by the values of its labels, and no others."""
         gauge, before = self._made[name], self._shown.get(name, {})
+        if samples == before:
+            return
         for labels, value in samples.items():
             (gauge.labels(*labels) if labels else gauge).set(value)
         for labels in before.keys() - samples.keys():
