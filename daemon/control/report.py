@@ -70,7 +70,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
         "disk_fault": snapshot.disk_fault,
         "log_fault": snapshot.log_fault(now_ns),
         "store": snapshot.fill.model_dump() if snapshot.fill is not None else None,
-        "engines": [said for each in epochs[:MAX_ENGINES] if (said := each.contain(numbers, _NONE, each, now_ns))],
+        "engines": [said for each in epochs if (said := each.contain(numbers, _NONE, each, now_ns))],
         "engine_count": engine_count,
         "refused": shared.refusals.listed(uid),
         "waiting": [each for each in shared.waiting if uid in (None, each["uid"])][:LISTED],
@@ -85,6 +85,7 @@ def daemon(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int 
 def status(shared: Shared, epochs: Sequence[Epoch], engine_count: int, uid: int | None, now_ns: int) -> Status:
     """Return the answer for a user who may see these epochs. The loop that makes it lives."""
     shown = daemon(shared, epochs, engine_count, uid, now_ns)
+    shown["engines"] = shown["engines"][:MAX_ENGINES]
     return as_status(shown, judge(shown, now_ns, now_ns), now_ns, _slowest(epochs, now_ns))
 
 

@@ -63,7 +63,7 @@ class Housekeeping:
         shared.snapshot.held = self._epochs.reservations.held()
         epochs, metrics = self._epochs.all, shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)
-        metrics.show_engines(report.numbers(epoch, now_ns) for epoch in epochs)
+        metrics.show_engines(shown["engines"])
         metrics.show("engines", {(): len(epochs)})
         metrics.show("store_open", {(): shown["store_open"]})
         metrics.show("store_answering", {(): shown["store_answering"]})
@@ -74,7 +74,8 @@ class Housekeeping:
         metrics.show("rate_bytes_per_second", rates)
         metrics.show_fill(shared.snapshot.fill)
         metrics.reach("log_dropped_lines", shared.snapshot.dropped_lines)
-        self._board.write({**shown, "outcomes": metrics.totals("requests")})
+        engines = shown["engines"][: report.MAX_ENGINES]
+        self._board.write({**shown, "engines": engines, "outcomes": metrics.totals("requests")})
 
     def summary(self) -> str:
         """Return one line for `systemctl status`."""
