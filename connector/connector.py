@@ -88,6 +88,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self.link: Link[SchedulerEpoch] | Link[WorkerEpoch] | None = None
         self.keys = None
         self.worker: Any | None = None
+        self._step = KVPrefetchMetadata()  # of the step that a worker does
         if self._settings.mode == "off":
             return
         if role == KVConnectorRole.SCHEDULER:
@@ -371,13 +372,15 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVPrefetchMetadata)
+        self._step = connector_metadata
         if self.worker_side is not None:
-            self.worker_side.step_begins(self._metadata())
+            self.worker_side.step_begins(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # Not guarded: the worker side answers for every load itself, whatever happens to it.
         if self.worker_side is not None:
-            self.worker_side.load(self._metadata())
+            self.worker_side.load(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole blocks, ordered by the stream; nothing is layer-wise."""
@@ -387,7 +390,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self.worker_side is not None:
-            self.worker_side.save(self._metadata())
+            self.worker_side.save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self.worker_side is None:
@@ -406,11 +409,6 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVPrefetchWorkerMeta | None:
         return None if self.worker_side is None else self.worker_side.report()
-
-    def _metadata(self) -> KVPrefetchMetadata:
-        meta = self._get_connector_metadata()
-        assert isinstance(meta, KVPrefetchMetadata)
-        return meta
 
 
 # MultiConnector looks the name up to read our statistics, also for a class given by its module path.

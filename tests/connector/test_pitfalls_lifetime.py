@@ -192,7 +192,7 @@ def test_p21_loads_are_done_where_vllm_starts_them(make: Make, monkeypatch: Patc
 
     def late(self: KVPrefetchConnector) -> None:
         assert self.worker_side is not None
-        self.worker_side.load(self._metadata())
+        self.worker_side.load(self._step)
 
     monkeypatch.setattr(KVPrefetchConnector, "wait_for_save", late)
     # After the forward is where an asynchronous one belongs.
