@@ -112,6 +112,9 @@ class Epoch(EngineCalls):
     def numbers(self) -> dict[str, int]:
         """Return gauges and counters together, for the log, the snapshot and the status."""
         self.counters.reach("hints_dropped", self.channel.ring.dropped)
+        for lane in Lane:
+            wasted = self.planner.blocks.wasted[lane] * self.memory.block_bytes
+            self.counters.reach("wasted_bytes", wasted, lane.name.lower())
         return {**self.gauges(), **self.counters.totals()}
 
     @event
@@ -130,7 +133,8 @@ class Epoch(EngineCalls):
         for key in self.channel.forsaken(now_ns):
             if (request := self.planner.finish(key)) is not None:
                 self._write(request, Ending.FORSAKEN)
-        self._calls.answer(parts.look_ups.tick(now_ns), now_ns)
+        if late := parts.look_ups.tick(now_ns):
+            self._calls.answer(late, now_ns)
         self.planner.tick()
         parts.sessions.forget_outdated(now_ns)
         for key in parts.ahead.expired(now_ns):
@@ -138,7 +142,6 @@ class Epoch(EngineCalls):
         for lane in Lane:
             if self._services.pools.exhausted(lane, self):
                 self.planner.give_up(lane)
-        self._count_waste()
 
     def end(self, ending: Ending) -> None:
         """Take no new work; the segments stay until idle. The engine reads CLOSING as gone.
@@ -162,7 +165,6 @@ class Epoch(EngineCalls):
         for request in [each for each in self.planner.requests.values() if each.announced is None]:
             self.contain(self._write, None, request, ending)
         self.contain(self.planner.blocks.waste_rest, None)
-        self.contain(self._count_waste, None)
 
     def close(self) -> None:
         """Let go of `memory`, which the caller frees then (memory.release); only when idle and ended."""
@@ -172,11 +174,6 @@ class Epoch(EngineCalls):
     def _write_end(self) -> None:
         self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
         self._log.info("engine.detached", **self.numbers())
-
-    def _count_waste(self) -> None:
-        for lane in Lane:
-            wasted = self.planner.blocks.wasted[lane] * self.memory.block_bytes
-            self.counters.reach("wasted_bytes", wasted, lane.name.lower())
 
     # --- intake -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +243,7 @@ class Epoch(EngineCalls):
             gap_ns = self._calls.session_came(hint, now)
         self.parts.sessions.used(hint.blocks - hint.local_blocks)
         self.traces.begin(key, hint, now, met, gap_ns)
-        self.counters.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
+        self.counters.metrics.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
             self.planner.fetch_nothing(request)

@@ -72,7 +72,7 @@ class Fetches:
         if threshold.debug:  # a line that is dropped would cost as much as the planner
             duration_ms = round(duration_ns / 1e6, 3)
             log.debug("fetch.done", blocks=len(outcome), good_blocks=good, bytes=moved, duration_ms=duration_ms)
-        counters.observe("fetch_seconds", duration_ns / 1e9, lane)
+        counters.metrics.observe("fetch_seconds", duration_ns / 1e9, lane)
         counters.fetched_blocks += good
         counters.add("fetched_bytes", moved, lane)
         if good < len(outcome):

@@ -245,10 +245,9 @@ class LookUps:
 
     def tick(self, now_ns: int) -> list[LookedUp]:
         """Answer requests that waited too long."""
-        late = [key for key, asking in self._waiting.items() if now_ns - asking.since_ns >= self._timeout_ns]
-        answers = self._give_up_of(late, now_ns)
         self._room = RENEWED_PER_TICK
-        return answers
+        late = [key for key, asking in self._waiting.items() if now_ns - asking.since_ns >= self._timeout_ns]
+        return self._give_up_of(late, now_ns) if late else []
 
     def _give_up(self, asking: Asking, now_ns: int) -> LookedUp:
         """Answer with what is known, or staged. Hits stay hits as long as they are not renewed."""

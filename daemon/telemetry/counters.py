@@ -42,27 +42,24 @@ class Counters:
         grown, self._reached[key] = total - self._reached[key], total
         self.add(name, max(0, grown), *label)
 
-    def observe(self, name: str, value_s: float, *label: str) -> None:
-        self.metrics.observe(name, value_s, *label)
-
     def request_done(self, line: Mapping[str, Any]) -> None:
         self.add("requests", 1, line["outcome"])
         self.add("loaded_blocks", line["loaded_blocks"])
         self.add("requests_taken_back", line["taken_back"] > 0)
         looked_up, seen = line["looked_up_ms"], line["hint_seen_ms"]
         if looked_up is not None:
-            self.observe("look_up_seconds", (looked_up - seen) / 1e3)
+            self.metrics.observe("look_up_seconds", (looked_up - seen) / 1e3)
             self.add("miss_blocks", line["hint_blocks"] - line["found_blocks"])
         if line["adopted_ms"] is not None:
-            self.observe("early_seconds", line["adopted_ms"] / 1e3)
+            self.metrics.observe("early_seconds", line["adopted_ms"] / 1e3)
         outcome = line["outcome"] if line["outcome"] in WAITED else OTHER
-        self.observe("exposed_wait_seconds", line["exposed_ms"] / 1e3, outcome)
+        self.metrics.observe("exposed_wait_seconds", line["exposed_ms"] / 1e3, outcome)
         if line["last_byte_ms"] is not None:
             transfer_s = max(0.0, line["last_byte_ms"] - seen) / 1e3
             self.add("transfer_seconds", transfer_s)
             self.add("hidden_seconds", transfer_s * line["hidden_fraction"])
         if line["unseen_ms"] > 0:
-            self.observe("ready_to_seen_seconds", line["unseen_ms"] / 1e3)
+            self.metrics.observe("ready_to_seen_seconds", line["unseen_ms"] / 1e3)
 
     def totals(self) -> dict[str, int]:
         """Return the numbers of an engine for the log and the status."""
