@@ -4,7 +4,8 @@ An engine in this process (scheduler and worker, vLLM on a CPU) and a daemon wit
 shared memory says so.  Each row is the median of its runs, for a prompt of ten blocks:
 
 * load: its blocks are staged while it waits in the queue; "load now": the scheduler asks for it at once
-* save: it is computed and stored, from its look-up's answer on; "long save" has 50 blocks
+* save: it is computed and stored, from its look-up's answer on; "long save" has 50 blocks, and no ceiling:
+  how many puts they are depends on the machine
 * announced: until its blocks are staged
 * tick: of an idle daemon with an attached engine
 
@@ -36,14 +37,13 @@ if __name__ == "__main__" or TYPE_CHECKING:  # the daemon does without
     from tests.lab.daemon import Daemon
     from tests.lab.engine import EngineSpec
 
-# Calls, files and moves, some above what a quiet machine needs: a slow one has a few more turns of the loop.
+# Calls, files and moves: an eighth above what is reached, as a loaded machine has a few more turns of the loop.
 CEILINGS = {
-    "load": (1200, 80, 900),
-    "load now": (1300, 90, 1000),
-    "save": (800, 75, 600),
-    "long save": (1200, 75, 900),
-    "announced": (1200, 75, 900),
-    "tick": (360, 55, 220),
+    "load": (820, 82, 550),
+    "load now": (1080, 82, 750),
+    "save": (570, 64, 370),
+    "announced": (640, 58, 430),
+    "tick": (185, 52, 110),
 }
 PER_BLOCK = 1
 BLOCK, BLOCKS, LONG = 32, 10, 50
@@ -344,8 +344,9 @@ def report(walks: dict[str, Walk], top: int) -> list[str]:
     for row, found in walks.items():
         numbers = found[:3]
         print(f"{row:12}" + "".join(f"{number:8}" for number in numbers))
-        if any(number > most for number, most in zip(numbers, CEILINGS[row], strict=False)):
-            over.append(f"{row} {numbers} > {CEILINGS[row]}")
+        ceilings = CEILINGS.get(row, numbers)
+        if any(number > most for number, most in zip(numbers, ceilings, strict=True)):
+            over.append(f"{row} {numbers} > {ceilings}")
     for row, found in walks.items() if top else ():
         print(f"{row}:", *(f"\n  {count:4d}  {name}" for name, count in Counter(found.names).most_common(top)))
     more = Counter(walks["long save"].names)
