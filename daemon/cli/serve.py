@@ -89,6 +89,8 @@ def run_serve(arguments: Arguments) -> int:
         metrics = Metrics()
         log = configure(config.log_level, metrics)
         well = Daemon(config, log, lambda: accepted(sources).config, metrics).run()
+        if not well:
+            print("kvprefetchd: the store's master ended: what was in memory alone is lost", file=sys.stderr)
         settle()
         # Everything is closed. With a disk, Mooncake's destructors would now wait about ten seconds for a thread.
         os._exit(0 if well else EX_UNAVAILABLE)

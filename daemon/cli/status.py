@@ -36,7 +36,7 @@ STATUS = SocketPage(
     "root and the daemon's own user see all. /healthz and /readyz of the metrics port say whether the daemon is well.",
     examples=(
         ("kvprefetchd status", "a few lines: mode, store, engines"),
-        ("kvprefetchd status --since 10m", "and what happened in ten minutes, and what all of the log saved"),
+        ("kvprefetchd status --since 10m", "and what happened in ten minutes, and what the log saved"),
         ("kvprefetchd status --json", "every number, for a program"),
         ("kvprefetchd status --wait 60", "of a daemon that is starting"),
         ("kvprefetchd status --socket /run/kvprefetch/kvprefetchd.sock", "of a certain daemon"),
@@ -142,15 +142,19 @@ def run_status(arguments: Arguments) -> int:
         if digests is not None:
             now, whole = digests
             print("", f"since {arguments.since}:", *now.lines(), sep="\n")
-            print("", f"in the whole log, since {whole.since or '–'}:", whole.saved(), sep="\n")
+            print("", f"in the log from {whole.since or '–'} on:", whole.saved(), sep="\n")
     return 0 if status.alive else EX_UNAVAILABLE
 
 
 def digested(place: str, since: str) -> tuple[Digest, Digest]:
-    """Return the log's part since then, and all of it, which may be of several starts. Raises Unavailable."""
+    """Return the log's part since then, and all of its files that reach there, which may be of several starts.
+
+    Raises Unavailable.
+    """
     now, whole = Digest(), Digest()
     try:
-        source = lines(Arguments(**named(place), since=None))
+        where = named(place)
+        source = lines(Arguments(**where, since=since if where["file"] else None))
     except ConfigError:
         raise Unavailable(f"the daemon's log cannot be read here: log={place!r}") from None
     for record in reader.records(filter(None, source)):

@@ -34,8 +34,8 @@ UNIT = "kvprefetchd.service"
 MOMENTS = "10m ago, or 2026-01-31T03:10 (UTC)"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 FILE = {
-    "FILE": "the log, the standard output of serve; -: standard input; nothing: that, or on a terminal the log of the "
-    "daemon that runs here, or ran last"
+    "FILE": "the log, the standard output of serve; -: standard input; nothing: that, or where it is neither pipe nor "
+    "file the log of the daemon that runs here, or ran last"
 }
 TAIL = HelpPage(
     "print the log as readable lines",
@@ -113,7 +113,10 @@ def add(commands: CommandGroup) -> None:
             help="begin with the last COUNT lines that the filters let through (default: all; 10 with -f)",
         ),
         option(
-            "--since", metavar="TIME", type=Moment(), help="only lines since then: 10m, 2h, or UTC as 2026-01-31T03:10"
+            "--since",
+            metavar="TIME",
+            type=Moment(),
+            help=f"only lines since then, of rotated files too: {MOMENTS}",
         ),
         option("--until", metavar="TIME", type=Moment(), help="only lines until then"),
         option("--event", metavar="NAME", multiple=True, help="only this event; * as in request.*; repeatable"),
@@ -145,18 +148,20 @@ def log_source_name(arguments: Arguments) -> str:
 def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes | None, None, None]:
     """Yield the chosen log's lines; with `following` None after those that were there, and then what comes.
 
+    With a time (`since`) also those of the files before it that reach there.
+
     Raises ConfigError when the user named no log, and Unavailable when nobody can read it, or a journal has none.
     """
     if arguments.journal is not None and arguments.file is not None:
         raise ConfigError(f"command line: FILE and --journal exclude each other: FILE={arguments.file!r}")
-    if arguments.journal is None and arguments.file in (None, "-") and sys.stdin.isatty():
+    if arguments.journal is None and arguments.file in (None, "-") and stat.S_ISCHR(os.fstat(0).st_mode):
         vars(arguments).update(named(daemon_s_log()))
     name, since = arguments.file or "-", getattr(arguments, "since", None)
+    since_s = datetime.fromisoformat(since[:-1] + "+00:00").timestamp() if since else 0.0
     source: Iterator[bytes | None]
     with contextlib.ExitStack() as opened:
         try:
             if arguments.journal is not None:
-                since_s = datetime.fromisoformat(since[:-1] + "+00:00").timestamp() if since else 0.0
                 source = reader.journal(arguments.journal, following=following, since_s=since_s)
                 if (first := next(source, None)) is None and not since and not following:
                     why = "it may be of another name, or not for this user to read"
@@ -164,10 +169,9 @@ def lines(arguments: Arguments, *, following: bool = False) -> Generator[bytes |
                 source = chain([first], source)
             elif name == "-":
                 source = chain([None] if following else [], reader.stream(sys.stdin.buffer))
-            elif following:
-                source = reader.follow(Path(name))
             else:
-                source = reader.stream(opened.enter_context(Path(name).open("rb")))
+                here = reader.follow(Path(name)) if following else reader.stream(opened.enter_context(open(name, "rb")))
+                source = chain(reader.rotated(name, since_s), here) if since else here
             yield from source
         except OSError as error:
             where = error.filename or name

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.sizes import size
 from .causes import label
-from .events import EVENTS
+from .events import EVENTS, LEVELS
 from .pretty import amount, line, number
 
 _TOLD = ("daemon.", "config.", "mode.", "engine.")  # of these also what is no fault
@@ -64,11 +64,13 @@ class Digest:
         )
 
     def lines(self) -> list[str]:
-        """Return what happened, in a few lines."""
+        """Return what happened, in a few lines: the worst events first, without fields of 0."""
         ended = ", ".join(f"{outcome} {count}" for outcome, count in self._outcomes.most_common())
         slow = ", ".join(f"{label(cause)} {number(ms / 1e3)} s" for cause, ms in self._causes.most_common())
         found = [f"requests: {ended or 'none ended'}", self.saved()]
         found += [f"waited for: {slow}"] if slow else []
-        for event, count in self._events.most_common(_SHOWN):
-            found.append(f"{count} × {line(self._last[event])}")
+        worst = {event: LEVELS.index(EVENTS.get(event, "info")) for event, _ in self._events.most_common()}
+        for event in sorted(worst, key=lambda event: -worst[event])[:_SHOWN]:
+            shown = {name: value for name, value in self._last[event].items() if value != 0}
+            found.append(f"{self._events[event]} × {line(shown)}")
         return found if self._events else [*found, "nothing went wrong, started or ended"]

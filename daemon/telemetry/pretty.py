@@ -74,7 +74,8 @@ def number(value: Any) -> str:
     """Format with about three digits: 0.42, 7.31, 118."""
     if not isinstance(value, (int, float)):
         return "–"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # never -0.00
 
 
 def printable(text: str) -> str:

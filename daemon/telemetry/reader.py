@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import subprocess
@@ -35,9 +36,27 @@ def parse(line: bytes) -> Record | None:
     return None
 
 
-def stream(file: IO[bytes]) -> Generator[bytes, None, None]:
+def stream(file: IO[bytes] | gzip.GzipFile) -> Generator[bytes, None, None]:
     while line := file.readline(MAX_LINE_BYTES):
         yield line
+
+
+def rotated(path: str, since_s: float) -> Generator[bytes, None, None]:
+    """Yield the lines of the log's files before `path` that end after that time (Unix), the oldest first.
+
+    They are named as logrotate names them: .1, or .1.gz, for the newest.  Raises OSError for one that cannot be read.
+    """
+    files = list[Path]()
+    with contextlib.suppress(FileNotFoundError):
+        while True:
+            each = Path(f"{path}.{len(files) + 1}")
+            each = each if each.exists() else Path(f"{each}.gz")
+            if each.stat().st_mtime < since_s:
+                break
+            files.append(each)
+    for each in reversed(files):
+        with gzip.open(each) if each.suffix == ".gz" else each.open("rb") as file, contextlib.suppress(EOFError):
+            yield from stream(file)  # of a packed one that is not whole, what it has
 
 
 def follow(path: Path) -> Generator[bytes | None, None, None]:

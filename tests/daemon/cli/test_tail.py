@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -243,9 +244,29 @@ def test_following_as_a_process_until_it_is_interrupted(tmp_path: Path) -> None:
         process.stdout.close()
 
 
+def test_a_time_before_the_file_is_found_in_those_that_were_rotated(tmp_path: Path) -> None:
+    """As logrotate names and packs them, but none that ended before; without a time the file alone is read."""
+    packed, log = tmp_path / "log.3.gz", tmp_path / "log"
+    packed.write_bytes(gzip.compress((json.dumps(record(engine="packed") | {"ts": at(300)}) + "\n").encode()))
+    for name, name_of_time in (("log.2", 200), ("log.1", 100), ("log", 0)):
+        written(tmp_path / name, record(engine=name) | {"ts": at(name_of_time)})
+    written(tmp_path / "log.4", record(engine="old") | {"ts": at(400)})
+    os.utime(tmp_path / "log.4", (time.time() - 400,) * 2)
+
+    def engines(*options: str) -> list[str]:
+        return [json.loads(line)["engine"] for line in tail("--json", *options, str(log)).stdout.splitlines()]
+
+    assert engines("--since", "150s") == ["log.1", "log"]
+    assert engines("--since", "350s") == ["packed", "log.2", "log.1", "log"]
+    assert engines() == ["log"]
+    with packed.open("r+b") as file:
+        file.truncate(20)
+    assert engines("--since", "350s") == ["log.2", "log.1", "log"]
+
+
 @pytest.mark.store
-def test_on_a_terminal_the_log_of_the_daemon_here_is_read(tmp_path: Path) -> None:
-    """Also after it was killed; one whose log is in no file is named."""
+def test_where_nothing_is_piped_the_log_of_the_daemon_here_is_read(tmp_path: Path) -> None:
+    """On a terminal and in a script, also after it was killed; one whose log is in no file is named."""
     socket, log = tmp_path / "s", tmp_path / "kv.log"
     options = ["--socket", str(socket), "--metrics-port", "0", "--memory", "64MiB", "--staging", "1MiB"]
     environ = {**os.environ, "KVPREFETCHD_SOCKET": str(socket)}
@@ -254,6 +275,8 @@ def test_on_a_terminal_the_log_of_the_daemon_here_is_read(tmp_path: Path) -> Non
         with log.open("ab") as file, subprocess.Popen([*COMMAND, "serve", *options], stdout=file) as daemon:
             eventually(lambda: b"daemon.ready" in log.read_bytes(), 60, "the daemon")
             said = subprocess.run(TAIL, stdin=theirs, env=environ, capture_output=True, timeout=60, check=True)
+            assert b" daemon.ready " in said.stdout
+            said = subprocess.run(TAIL, stdin=subprocess.DEVNULL, env=environ, capture_output=True, timeout=60)
             assert b" daemon.ready " in said.stdout
             daemon.kill()
         dead = [*TAIL, "--event", "daemon.ready", "--json"]

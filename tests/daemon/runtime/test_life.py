@@ -93,6 +93,7 @@ def test_a_daemon_whose_master_dies_says_what_is_lost_and_ends_to_be_started_aga
     assert daemon.wait_exit(60) == 69
     assert daemon.records("master.died")
     assert daemon.records("daemon.stopped")
+    assert "kvprefetchd: the store's master ended: what was in memory alone is lost" in daemon.lines, "the last words"
     written = len(list((tmp_path / "disk").rglob("*.meta")))
     assert written == 40 or daemon.records("store.unflushed"), written
     assert engine.liveness.peer(time.monotonic_ns()) is PeerStatus.GONE

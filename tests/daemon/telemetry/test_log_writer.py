@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvprefetch.daemon.runtime.signals import Signals
+from kvprefetch.daemon.telemetry.digest import Digest
 from kvprefetch.daemon.telemetry.streams import LogWriter
 from kvprefetch.shmring.wire.records import Done, FlagState, Outcome, RecordKind, encode_done
 from tests.daemon.stores import blocks
@@ -249,10 +250,14 @@ def test_a_rotation_loses_and_tears_no_line(tmp_path: Path, rotate: Callable[[Pa
 
 @pytest.mark.store
 def test_status_sums_up_the_log_over_a_restart(tmp_path: Path) -> None:
-    """What was saved is what computing the loaded blocks takes, less what the scheduler waited, in every start."""
+    """What was saved is what computing the loaded blocks takes, less what the scheduler waited, in every start.
+
+    A file that was rotated counts as far as the time reaches.
+    """
     log = tmp_path / "log"
-    log.write_text("")
     for start in (1, 2):
+        if start == 2:
+            log.rename(tmp_path / "log.1")
         with log.open("ab") as file:
             process = serve(tmp_path, file.fileno(), file.fileno())
         try:
@@ -264,7 +269,7 @@ def test_status_sums_up_the_log_over_a_restart(tmp_path: Path) -> None:
             done = Done(*key, Outcome.LOADED, 0, 3, *times, spared_ns=1_700_000_000)
             engine.push(RecordKind.DONE, encode_done(done))
             engine.flags.give_back(key[0])
-            eventually(lambda: log.read_text().count('"measured"') == start, what="its line")  # noqa: B023
+            eventually(lambda: '"measured"' in log.read_text(), what="its line")
             if start == 2:
                 asked = ["status", "--since", "10m", "--socket", tmp_path / "s"]
                 said, data = kvprefetchd(*asked), json.loads(kvprefetchd(*asked, "--json").stdout)
@@ -277,10 +282,25 @@ def test_status_sums_up_the_log_over_a_restart(tmp_path: Path) -> None:
     for figures in (data["since"], data["whole_log"]):
         assert [figures[name] for name in ("saved_s", "spared_s", "waited_s")] == [2.4, 3.4, 1.0]
         assert figures["requests"] == {"loaded": 2}
-    assert (later["since"]["requests"], later["whole_log"]["saved_s"]) == ({"loaded": 1}, 2.4)
+    assert (later["since"]["requests"], later["whole_log"]["saved_s"]) == ({"loaded": 1}, 1.2)
     assert said.stdout.count("to compute what they loaded takes 3.40 s, and they waited 1.00 s") == 2
     assert "2 × " in said.stdout
     assert " daemon.ready " in said.stdout
+
+
+def test_what_went_wrong_is_shown_before_what_is_usual() -> None:
+    """However rare it is; fields of 0 say nothing."""
+    digest = Digest()
+    usual = ["daemon.ready", "config.read", "config.changed", "engine.attached", "engine.detached", "daemon.stopping"]
+    for event in (*usual * 3, "daemon.stopped", "daemon.idle", "store.failed", "store.failed", "master.died"):
+        digest.add({"ts": "2026-01-02T03:04:05.678901Z", "level": "?", "event": event, "pid": 7, "orders": 0})
+    worst, bad, *others = digest.lines()[2:]
+    assert (worst[:4], worst.split()[5], worst.split()[-1]) == ("1 × ", "master.died", "pid=7")
+    assert bad.startswith("2 × ")
+    assert len(others) == 6
+    assert digest.saved().startswith("saved 0.00 s in 0 requests")
+    digest.add({"ts": "2026", "event": "request.done", "exposed_ms": 0.5})
+    assert digest.saved().startswith("saved 0.00 s in 1 requests"), "never -0.00"
 
 
 @pytest.mark.store
