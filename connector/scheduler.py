@@ -288,7 +288,8 @@ class SchedulerSide:
             or self.saves.left
             or self.saves.copied
             or self.phases[UNSENT]
-            or self.uses.heals
+            or self.link.absent
+            or self.uses.to_look_at
             or self._pass_before.deferred
         )
 
@@ -324,7 +325,7 @@ class SchedulerSide:
                     self.claims.withdraw(state)
             if self.early.waiting:
                 self.early.forget(self._epoch, now)
-            if self.uses.heals:
+            if self.link.absent or self.uses.to_look_at:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
             saving, unsent = self.phases[SAVING], self.phases[UNSENT]
@@ -396,7 +397,9 @@ class SchedulerSide:
         epoch = self._epoch
         if epoch is None or not epoch.alive(self._now_ns()):
             return False
-        return bool(self.saves.copied or self.uses.heals or (self.saves.left and epoch.credits.available() > 0))
+        if self.saves.copied or self.link.absent or self.uses.to_look_at:
+            return True
+        return bool(self.saves.left) and epoch.credits.available() > 0
 
     def take_events(self) -> Sequence[Any]:
         """vLLM KV events of blocks that are in the store by now."""

@@ -30,24 +30,20 @@ _USED = int(RecordKind.USED)
 class Uses:
     """`saves`: of an engine that saves; another one heals nothing.
 
-    `lost`: blocks that the store has not, and the engine's cache had not, either, the oldest first.
+    `lost`: blocks that the store has not, and the engine's cache had not, either, the oldest first.  `to_look_at`: so
+    many of them may be in the cache now.
     """
 
     def __init__(self, geometry: Geometry, link: Link[SchedulerEpoch], saves: Saves | None) -> None:
         self._groups, self._link, self._saves = geometry.groups, link, saves
         self._said: dict[bytes, int] = {}  # when, by the last digest of a prefix; the oldest first
         self.lost: dict[bytes, None] = {}
-        self._to_look_at = 0  # so many of them
+        self.to_look_at = 0
         self._of = 0, 0  # epoch and reset
-
-    @property
-    def heals(self) -> bool:
-        """Whether blocks that the store lost may be in the engine's own cache now."""
-        return bool(self._link.absent or self._to_look_at)
 
     def loaded(self) -> None:
         """A load has ended: the cache may have more blocks."""
-        self._to_look_at = len(self.lost)
+        self.to_look_at = len(self.lost)
 
     def say(self, digests: list[bytes], blocks: int, epoch: SchedulerEpoch, now_ns: int) -> None:
         """A request without a hint uses so many leading blocks of the engine's own cache. Raises SegmentCorrupt.
@@ -78,7 +74,7 @@ class Uses:
 
     def _forget_lost(self) -> None:
         self.lost.clear()
-        self._to_look_at = 0
+        self.to_look_at = 0
 
     def heal(
         self, epoch: SchedulerEpoch | None, cache: LocalCache, states: Iterable[RequestState], *, stale: bool
@@ -105,9 +101,9 @@ class Uses:
                 self.lost.update(dict.fromkeys(names))
                 for name in [*islice(self.lost, max(0, len(self.lost) - MAX_LOST))]:
                     del self.lost[name]
-                self._to_look_at = len(self.lost)
-        looked = [*islice(self.lost, min(LOOKS, self._to_look_at))]
-        self._to_look_at -= len(looked)
+                self.to_look_at = len(self.lost)
+        looked = [*islice(self.lost, min(LOOKS, self.to_look_at))]
+        self.to_look_at -= len(looked)
         for name in looked:
             del self.lost[name]
             if (block_id := cache.find(name)) is None:
