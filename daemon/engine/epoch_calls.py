@@ -1,6 +1,7 @@
 """What the parts of one epoch want done next, carried out: flags, store and device calls, and their results handed in.
 
 Everything here runs on the main loop.  Only the epoch reads the clock and reaches flags, store, log and counters.
+Whether a part has something to do is an attribute that its events write: to look at it costs no call.
 """
 
 from __future__ import annotations
