@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.lab.bed import oracle
-from tests.lab.bed.device import Device, Plan, Request
+from tests.lab.bed.device import Device
 from tests.lab.bed.layouts import Group, Layer
+from tests.lab.bed.step import Plan, Request
 
 BLOCK, BLOCKS, VOCAB = 4, 40, 512
 
@@ -73,7 +76,7 @@ def test_a_request_may_read_what_another_computes_in_the_same_step() -> None:
     device = make()
     device.admit("a", prompt(10), [[5, 6, 7]], 0)
     device.admit("b", prompt(10), [[5, 6, 9]], 8)
-    assert step(device, {"b": 2, "a": 10}).copied_bytes == 0
+    assert step(device, {"b": 2, "a": 10}).copied.total() == 0
     assert device.faults == []
 
 
@@ -231,13 +234,13 @@ def test_loaded_bytes_are_those_that_the_device_did_not_fill() -> None:
     device = make()
     prefilled(device)
     device.admit("local", prompt(10), [[5, 6, 9]], 8)
-    assert step(device, {"local": 2}).copied_bytes == 0
+    assert step(device, {"local": 2}).copied.total() == 0
     for layer in device.groups[0].layers:
         layer.words[[15, 16]] = layer.words[[5, 6]]
     for name, expected in (("loaded", 2), ("again", 0)):
         device.admit(name, prompt(10), [[15, 16, 9]], 8)
         block_bytes = sum(layer.words[0].nbytes for layer in device.groups[0].layers)
-        assert step(device, {name: 2}).copied_bytes == expected * block_bytes
+        assert step(device, {name: 2}).copied.total() == expected * block_bytes
 
 
 def test_a_bench_checks_what_a_request_comes_with() -> None:
@@ -250,6 +253,24 @@ def test_a_bench_checks_what_a_request_comes_with() -> None:
     assert checked == 2 * 8  # two layers
     step(device, {"a": 1, "b": 1})
     assert device.counters["checked_tokens"] == checked
+
+
+@pytest.mark.vllm
+def test_memory_that_was_taken_away_cannot_be_read() -> None:
+    """Back again it is empty; a process that reads before ends at once."""
+    import torch
+
+    from tests.lab.bed import memory
+
+    tensor = torch.ones(1 << 20, dtype=torch.uint8)
+    memory.take_away([tensor])
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os._exit(int(tensor[1 << 19]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    memory.bring_back([tensor])
+    assert int(tensor[1 << 19]) == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint64, np.uint32, np.uint8])

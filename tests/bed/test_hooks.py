@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.vllm
-BED = Path(__file__).resolve().parents[1] / "lab" / "bed" / "worker.py"
+BED = Path(__file__).resolve().parents[1] / "lab" / "bed" / "runner.py"
 
 # What a runner does, by its names for it and by the bed's.
 SECOND = {

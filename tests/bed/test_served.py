@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,15 @@ def test_requests_that_come_during_steps_get_the_tokens_of_their_prompts(templat
         assert len(report["timeline"]["admitted"]) == 3
         assert engine.reset_prefix_cache()
         assert engine.run(PROMPTS[:1], max_tokens=1).cached_tokens == [0]
+
+
+def test_data_parallel_ranks_step_together(template: Template) -> None:
+    """Of a model with experts: a rank without a request takes part in the other one's steps."""
+    small: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks": 60, "extra": {"data_parallel_size": 2}}
+    spec = bed.spec(layout="chunks", preset=PRESET, **small)
+    with Engine(spec.but(child="tests.lab.bed.served"), template=template) as engine:
+        served = engine.run(PROMPTS, max_tokens=[3, 12, 8], arrivals_s=[0.0, 0.3, 0.6])
+        assert served.tokens == [oracle.answer(prompt, n, VOCAB) for prompt, n in zip(PROMPTS, [3, 12, 8], strict=True)]
+        (report,) = bed.report(engine)
+        assert report["idle_steps"] > 3
+        assert report["faults"] == []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
+import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Site, hits
+from tests.lab import connectors
+from tests.lab.adapter import make_adapter
 from tests.lab.bed import engine as bed
 from tests.lab.bed import oracle
 from tests.lab.bed.timeline import PRESETS
@@ -17,6 +23,7 @@ from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_eagle
 from tests.lab.passes import Abort
 from tests.lab.prompts import make_prompts
+from tests.lab.store import Store
 from tests.lab.template import Template
 from tests.support.waiting import eventually
 
@@ -25,6 +32,7 @@ BOTH = [(runner, scheduling) for runner in ("v2", "v1") for scheduling in ("asyn
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 DRAFTED = "EAGLE with windows"
+MULTI = "below MultiConnector"
 # What CPUs can not run, or not with this scheduling: a KV pool so small that requests are preempted.
 CASES: dict[str, dict[str, Any]] = {
     "MLA": {"layout": "mla", "block_size": 64, "num_gpu_blocks": 24},
@@ -41,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     DRAFTED: {"drafter": True, "layout": "windows", "num_gpu_blocks": 80},
     "two ranks": {"layout": "two heads", "tensor_parallel": 2},
     "two stages": {"pipeline_parallel": 2},
+    MULTI: {},
     "two stages with V1": {"pipeline_parallel": 2, "runner": "v1", "scheduling": "sync"},
 }
 
@@ -129,6 +138,8 @@ def test_every_layout_is_loaded_as_it_was_saved(site: Site, tmp_path: Path, case
     """With a real daemon and a real store: each block, layer, head and token, also among disturbed requests."""
     options = case_options(case, tmp_path)
     connector = bed_connector(site, f"bed-{case}")
+    if case == MULTI:
+        connector = connectors.multi(connector)
     engine = site.engine(bed.spec(connector=connector, **{**SMALL, **options}))
     prompts = make_prompts(4, 400)
     nothing_wrong(engine, prompts, engine.run(prompts, max_tokens=9).tokens)
@@ -202,7 +213,85 @@ def test_a_served_engine_hints_while_a_step_runs_and_loads_in_the_next(site: Sit
     assert 5 < statistics.median(early) < 50
 
 
-def bed_connector(site: Site, prefix: str) -> dict[str, Any]:
-    found = site.spec(extra={"cache_prefix": prefix}).kv_transfer
+def asleep(engine: Any, level: int) -> None:
+    """In the engine's process: sleep at once, and wake up."""
+    engine.sleep(level)
+    time.sleep(0.2)
+    engine.wake_up()
+
+
+@pytest.mark.parametrize(("level", "executor"), [(1, {}), (2, {"distributed_executor_backend": "mp"})])
+def test_nobody_touches_the_kv_of_an_engine_that_sleeps(site: Site, level: int, executor: dict[str, str]) -> None:
+    """Its memory is unmapped: who copies then ends the engine.  Awake, it saves and loads as before."""
+    connector = bed_connector(site, f"bed-sleep-{level}")
+    engine = site.engine(bed.spec(connector=connector, num_gpu_blocks=400, extra=executor))
+    prompts = make_prompts(6, 600)
+    for number, hit in enumerate((0, 0, 576)):  # asleep, vLLM resets what its connector knows, too
+        served = engine.run(prompts, max_tokens=4)
+        nothing_wrong(engine, prompts, served.tokens)
+        assert max(served.cached_tokens) == hit
+        if number == 0:
+            engine.call("tests.e2e.test_bed:asleep", level)
+        site.fresh(engine)
+    engine.stop()
+
+
+def test_adapters_have_each_their_own_kv(site: Site, tmp_path: Path) -> None:
+    """vLLM reads the adapters' files, as only of those that were read KV is shared; the device knows their names."""
+    adapters = {"one": 1, "two": 2, "": 0}
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    engine = site.engine(bed.spec(connector=bed_connector(site, "bed-lora"), num_gpu_blocks=400, extra=lora))
+    prompts = make_prompts(4, 300)
+    for hit in (0, 288):
+        for name, number in adapters.items():
+            options = {"lora": [name, number, make_adapter(tmp_path / name, number)]} if name else {}
+            if name and not hit:
+                engine.run(prompts[:1], max_tokens=1, request_options=options)  # a step in which vLLM reads the adapter
+                assert engine.reset_prefix_cache()
+            served = engine.run(prompts, max_tokens=4, request_options=options)
+            assert served.cached_tokens == [hit] * 4
+            wanted = [oracle.answer(prompt, 4, VOCAB, before=oracle.key_of(name)) for prompt in prompts]
+            assert served.tokens == wanted
+        site.fresh(engine)
+    assert bed.report(engine)[0]["faults"] == []
+    engine.stop()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "upstream"])
+def test_a_load_takes_the_time_of_its_copy(site: Site, template: Template, mode: str) -> None:
+    """A synchronous one makes its step longer, an asynchronous one only its request's wait: of both connectors."""
+    preset = replace(PRESETS["10-35"], copy_gbs=0.001)  # 288 tokens take longer than a second
+    connector = bed_connector(site, f"bed-copy-{mode}", load_mode=mode)
+    with contextlib.ExitStack() as stack:
+        if mode == "upstream":
+            store, connector = stack.enter_context(Store()), connectors.upstream(lookup_async=True)
+        spec = bed.spec(preset=preset, connector=connector, num_gpu_blocks=64, max_model_len=1024)
+        if mode == "upstream":
+            spec = spec.but(mooncake_config=store.config)
+        engine = stack.enter_context(Engine(spec, template=template)) if mode == "upstream" else site.engine(spec)
+        prompts = make_prompts(2, 300)
+        engine.run(prompts[:1], max_tokens=1)
+        if mode == "upstream":
+            assert store.wait_keys(9) == 9
+        else:
+            site.assert_idle()
+        assert engine.reset_prefix_cache()
+        bed.report(engine, reset=True)
+        served = engine.run(
+            prompts, max_tokens=[2, 100], arrivals_s=[0.2, 0.0]
+        )  # a synchronous load needs a step before
+        assert served.cached_tokens == [288, 0]
+        nothing_wrong(engine, prompts, served.tokens)
+        timeline = bed.report(engine)[0]["timeline"]
+        beside, before = timeline["beside_ns"] / 1e9, timeline["copy_ns"] / 1e9
+        assert (beside > 0.2, before > 0.2) == (True, mode == "sync")
+        assert served.requests[0].ttft_s > beside
+        steps = [b - a for a, b in pairwise(timeline["begun_ns"])]
+        assert (max(steps) > 0.2e9) == (mode == "sync")
+        engine.stop()
+
+
+def bed_connector(site: Site, prefix: str, **extra: str) -> dict[str, Any]:
+    found = site.spec(extra={"cache_prefix": prefix, **extra}).kv_transfer
     assert found is not None
     return found

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tests.lab.bed import oracle
 from tests.lab.bed.layouts import Group, Layer
+from tests.lab.bed.step import Plan, Request, Slots, Work
 
 NULL_BLOCK = 0  # vLLM's: it stands where a request needs no block, and holds nothing
 FAULTS_KEPT = 50
@@ -39,103 +39,6 @@ class Fault:
     """Position of the first wrong token in the request."""
     wrong_tokens: int
     found: str
-
-
-class Request:
-    """A request as the device knows it: its tokens, their prefixes, its block tables."""
-
-    def __init__(self, name: str, tokens: Sequence[int], before: np.uint64) -> None:
-        self.name, self.prompt = name, len(tokens)
-        self.tokens = np.empty(0, dtype=np.int64)
-        self.prefix = np.empty(0, dtype=np.uint64)
-        self.known, self.computed, self.blocks = 0, 0, list[list[int]]()
-        self.fresh, self.wrong, self.reported = True, False, set[tuple[int, int]]()
-        self.drafted: list[int] = []
-        self.seed = self._before = before
-        self.extend(tokens)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that are known from now on."""
-        end = self.known + len(tokens)
-        if end > len(self.tokens):
-            self.tokens = _grown(self.tokens, end)
-            self.prefix = _grown(self.prefix, end)
-        self.tokens[self.known : end] = tokens
-        self.prefix[self.known : end] = oracle.prefixes(tokens, start=self.known, before=self._before)
-        self.known = end
-        if end:
-            self._before = self.prefix[end - 1]
-
-    def truncate(self, known: int) -> None:
-        """Forget tokens that the scheduler dropped."""
-        self.known = known
-        self._before = self.prefix[known - 1]
-
-    def taint(self, since: int) -> None:
-        """Make KV and tokens wrong from this position on, as those of a model that read something wrong."""
-        with np.errstate(over="ignore"):
-            self.prefix[since : self.known] += oracle.SALT
-            self._before = self._before + oracle.SALT
-        self.wrong = True
-
-    @property
-    def last(self) -> np.uint64:
-        """Prefix after all known tokens."""
-        return self._before
-
-
-def _grown(array: NDArray[Any], needed: int) -> NDArray[Any]:
-    found = np.empty(max(needed + 64, 2 * len(array)), dtype=array.dtype)
-    found[: len(array)] = array
-    return found
-
-
-@dataclass
-class Work:
-    """What one request computes in a step: tokens from `start`, the last of which are drafts."""
-
-    request: Request
-    start: int
-    count: int
-    drafts: list[int]
-    sampled: list[int] = field(default_factory=list)
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count - len(self.drafts) >= self.request.known
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Places of tokens in a group, as flat arrays; `work` and `position` say whose."""
-
-    blocks: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    prefix: oracle.Prefixes
-    work: NDArray[np.int64]
-    position: NDArray[np.int64]
-
-    def of(self, layer: Layer) -> Slots:
-        """Return the rows that are complete, of a layer whose rows stand for several tokens."""
-        size = layer.row_tokens
-        if size == 1:
-            return self
-        ends = (self.position + 1) % size == 0
-        return Slots(
-            self.blocks[ends], self.offsets[ends] // size, self.prefix[ends], self.work[ends], self.position[ends]
-        )
-
-
-@dataclass
-class Plan:
-    """A step: what each request computes, and per group what it reads and writes."""
-
-    work: list[Work]
-    reads: list[Slots]
-    writes: list[Slots]
-    copied_bytes: int
-    """Of blocks that came with a request and that no step of the device had filled: a connector loaded them."""
-    bad: set[int] = field(default_factory=set)
 
 
 class Device:
@@ -189,6 +92,19 @@ class Device:
         for layer in (each for group in self.groups for each in group.layers):
             layer.words[list(blocks)] = 0
 
+    def bytes_of(self, first: int, end: int) -> int:
+        """Return how many bytes the blocks with these tokens have, of those that the next token reads."""
+        found = 0
+        for group, size in zip(self.groups, self._bytes, strict=True):
+            begun = max(first, group.first_needed(end)) // group.block_tokens
+            found += max(0, -(-end // group.block_tokens) - begun) * size
+        return found
+
+    def lose_all(self) -> None:
+        """Note that the memory is gone, and with it what the blocks held."""
+        for held in self._held:
+            held[:] = 0
+
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def plan(self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> Plan:
@@ -206,7 +122,7 @@ class Device:
             assert one.start + count - len(given) <= request.known, f"{name} computes tokens that are not known: {one}"
             work.append(one)
         writes = self._writes(work)
-        plan = Plan(work, self._reads(work), writes, self._copied_bytes(work))
+        plan = Plan(work, self._reads(work), writes, self._copied(work))
         for each in work:
             each.request.fresh = False
         self.counters.update(steps=1, computed_tokens=sum(scheduled.values()))
@@ -260,7 +176,7 @@ class Device:
                 spans[1].append((number, np.arange(each.start, end), following[each.start + 1 : end + 1]))
             reads.append(self._slots(group, plan.work, spans[0]))
             writes.append(self._slots(group, plan.work, spans[1]))
-        return Plan(plan.work, reads, writes, 0)
+        return Plan(plan.work, reads, writes, Counter())
 
     def draft(self, name: str, count: int) -> list[int]:
         """Guess the next tokens of a request."""
@@ -355,8 +271,8 @@ class Device:
             position,
         )
 
-    def _copied_bytes(self, work: list[Work]) -> int:
-        copied = 0
+    def _copied(self, work: list[Work]) -> Counter[str]:
+        copied = Counter[str]()
         for group, held, size in zip(self.groups, self._held, self._bytes, strict=True):
             for each in work:
                 request, computed = each.request, each.start
@@ -365,7 +281,7 @@ class Device:
                 first, last = group.first_needed(computed) // group.block_tokens, (computed - 1) // group.block_tokens
                 ends = np.minimum(np.arange(first + 1, last + 2) * group.block_tokens, computed) - 1
                 ids = np.asarray(request.blocks[group.number][first : last + 1], dtype=np.int64)
-                copied += int((held[ids] != request.prefix[ends]).sum()) * size
+                copied[request.name] += int((held[ids] != request.prefix[ends]).sum()) * size
                 held[ids] = request.prefix[ends]
         return copied
 

@@ -134,6 +134,8 @@ class Timeline:
         self._admitted: dict[str, int] = {}
         self.copy_ns = 0
         """Of synchronous copies, which lengthen their steps."""
+        self.beside_ns = 0
+        """Of those on a stream of their own, beside the steps."""
 
     def launch(
         self,
@@ -156,7 +158,7 @@ class Timeline:
             self.late_launches += 1
             self.idle_ns += now_ns - self._free_ns
         copied_ns = self._preset.copy_ns(copy_bytes)
-        if overlap:
+        if overlap and copy_bytes:
             copied_ns = max(0, self.copy(copy_bytes) - max(now_ns, self._free_ns))
         self.steps += 1
         self.copy_ns += copied_ns
@@ -165,16 +167,22 @@ class Timeline:
         self._free_ns = self._begun_ns[-1] + copied_ns + step_ns
         return self._free_ns
 
+    def busy_until(self, ends_ns: int) -> None:
+        """Let the step that was launched last end later: it waits for other devices."""
+        self._free_ns = max(self._free_ns, ends_ns)
+
     def admit(self, name: str) -> None:
         """Note that a request's first step is launched next."""
         self._admitted[name] = self.steps
 
     def report(self) -> dict[str, Any]:
         """All that was counted; when each step began; and by request the number of its first step."""
-        counted = {name: getattr(self, name) for name in ("steps", "late_launches", "idle_ns", "copy_ns")}
+        counted = {name: getattr(self, name) for name in ("steps", "late_launches", "idle_ns", "copy_ns", "beside_ns")}
         return {**counted, "begun_ns": list(self._begun_ns), "admitted": dict(self._admitted)}
 
     def copy(self, copy_bytes: int) -> int:
         """Begin an asynchronous copy, beside the steps; return when it ends. Copies wait for each other."""
-        self._copies_free_ns = max(self._clock(), self._copies_free_ns) + self._preset.copy_ns(copy_bytes)
+        copied_ns = self._preset.copy_ns(copy_bytes)
+        self.beside_ns += copied_ns
+        self._copies_free_ns = max(self._clock(), self._copies_free_ns) + copied_ns
         return self._copies_free_ns
