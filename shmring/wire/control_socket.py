@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .admin import EngineQuery
+from .admin import StatusQuery
 from .attach import Refused
 from .codec import receive_message, send_message
 from .records import ProtocolError
@@ -136,7 +136,7 @@ def find(
 def _ask(sock: socket.socket) -> None:
     """Raise Forbidden where the daemon does not take this user, and TimeoutError where it says nothing."""
     try:
-        send_message(sock, EngineQuery())
+        send_message(sock, StatusQuery())  # which every release answers, and goes on
         received = receive_message(sock, max_fds=0)
     except TimeoutError:
         raise TimeoutError(errno.ETIMEDOUT, "the daemon does not answer") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,6 +124,30 @@ def test_a_user_whom_one_daemon_refuses_finds_the_next_and_of_a_busy_one_none(
         assert found.path == path
         assert found.sock is not None
         found.sock.close()
+
+
+def test_a_daemon_of_another_release_is_asked_what_it_answers_and_the_connection_lives() -> None:
+    """Its status may have other fields; it is for the hello to say that the protocols differ."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        os.chmod(folder, 0o755)
+        listener.bind(path := f"{folder}/s")
+        os.chmod(path, 0o666)
+        listener.listen()
+
+        def played() -> bytes:
+            with listener.accept()[0] as theirs:
+                assert json.loads(theirs.recv(1 << 16)) == {"type": "status_query"}, "all that version 0.1.0 knows"
+                theirs.send(b'{"type": "status", "of_another_release": 1}')
+                return theirs.recv(1 << 16)
+
+        with ThreadPoolExecutor(1) as pool:
+            heard = pool.submit(played)
+            with effective_user(OTHER):
+                found = control_socket.find([path, f"{folder}/none"])
+            assert found.sock is not None
+            with found.sock as sock:
+                sock.send(b"hello")
+                assert heard.result(10) == b"hello"
 
 
 def victim_of(daemon: Daemon, **options: Any) -> tuple[FakeEngine, dict[bytes, bytes]]:
