@@ -21,7 +21,7 @@ def attached_starts(template: Template, starts: int) -> None:
             with Engine(spec, template=template) as engine:
                 engine.run([[*range(9, 80)]], max_tokens=1)
                 what = f"start {number} of {starts}, attached"
-                eventually(lambda: len(daemon.records("engine.attached")) == number, 20, what)  # noqa: B023
+                eventually(lambda: len(daemon.records("engine.attached")) == number, 10, what)  # noqa: B023
         assert daemon.records("engine.incomplete") == []
 
 
