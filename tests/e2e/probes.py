@@ -61,6 +61,33 @@ def load_a_foreign_block(engine: Any, index: int) -> None:
     side.build_connector_meta = spoiled
 
 
+def spoil_loads(engine: Any, how: str) -> None:
+    """From now on each synchronous load has its first blocks swapped, half of its second one, or is late by a step.
+
+    It replaces what an earlier call of this or of `load_a_foreign_block` began.  The worker is in this process.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side, worker = _side(engine), get_kv_transfer_group().worker_side
+    build = getattr(side.build_connector_meta, "whole", side.build_connector_meta)
+    late = list[Any]()
+
+    def spoiled(scheduler_output: Any) -> Any:
+        meta = build(scheduler_output)
+        if how == "late":
+            meta.loads, late[:] = [*late], meta.loads
+        for load in meta.loads:
+            if how == "swapped":
+                load.slots[:2] = load.slots[1::-1]
+            elif how == "half":
+                row = worker.link.mapped(load.epoch).rows[load.slots[1]]
+                row[len(row) // 2 :] = 0
+        return meta
+
+    spoiled.whole = build  # type: ignore[attr-defined]
+    side.build_connector_meta = spoiled
+
+
 def break_loads(engine: Any, every: int) -> None:
     """From now on, let every `every`-th load name a slot that no staging area has, so that the worker refuses it."""
     side = _side(engine)

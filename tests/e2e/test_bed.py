@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Site, hits
+from tests.e2e.conftest import BLOCK, Site, hits
 from tests.lab import connectors
 from tests.lab.adapter import make_adapter
 from tests.lab.bed import engine as bed
@@ -173,6 +173,33 @@ def test_the_connector_loads_what_it_saved(site: Site, runner: str, scheduling: 
     (rank,) = bed.report(engine)
     assert [(each["block"], each["token"], each["wrong_tokens"]) for each in rank["faults"]] == [(1, 32, 32)] * 5
     assert all("KV of request" in each["found"] and "token 32" in each["found"] for each in rank["faults"])
+    engine.stop()
+
+
+def test_each_planted_fault_of_a_load_is_found_in_its_first_step(site: Site) -> None:
+    """So its first token is wrong.  The prompt before differs in its first block alone, and had the same GPU blocks."""
+    connector = bed_connector(site, "bed-planted", load_mode="sync")
+    engine = site.engine(bed.spec(scheduling="sync", connector=connector, num_gpu_blocks=14, max_model_len=320))
+    prompt = make_prompts(1, 300)[0]
+    other = make_prompts(1, BLOCK, seed=1)[0] + prompt[BLOCK:]
+    for each in (other, prompt):
+        engine.run([each], max_tokens=4)
+        site.fresh(engine)
+    for how, blocks in (("last tokens", [1]), ("swapped", [0, 1]), ("late", [*range(9)]), ("half", [1])):
+        bed.report(engine, reset=True)
+        if how == "last tokens":
+            engine.call("tests.e2e.probes:load_a_foreign_block", 1)
+        engine.run([other], max_tokens=4)
+        if how != "last tokens":
+            engine.call("tests.e2e.probes:spoil_loads", how)
+        site.fresh(engine)
+        served = engine.run([prompt], max_tokens=4)
+        assert served.cached_tokens == [288]
+        assert served.tokens[0][0] != oracle.answer(prompt, 1, VOCAB)[0], how
+        faults = [(each["block"], each["token"], each["wrong_tokens"]) for each in bed.report(engine)[0]["faults"]]
+        assert faults == [(block, BLOCK * block, BLOCK) for block in blocks], how
+        engine.call("tests.e2e.probes:spoil_loads", "not at all")
+        site.fresh(engine)
     engine.stop()
 
 
