@@ -88,6 +88,28 @@ def spoil_loads(engine: Any, how: str) -> None:
     side.build_connector_meta = spoiled
 
 
+def load_the_first_ranks_block(engine: Any) -> None:
+    """From now on the second block of each load is on all ranks the first one's."""
+    engine.collective_rpc(_first_ranks_block)
+
+
+def _first_ranks_block(_worker: Any) -> None:
+    import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.parallel_state import get_tp_group
+
+    side, ranks = get_kv_transfer_group().worker_side, get_tp_group()
+    load = side.load
+
+    def spoiled(meta: Any) -> None:
+        for each in meta.loads:
+            row = torch.from_numpy(side.link.mapped(each.epoch).rows[each.slots[1]])
+            torch.distributed.broadcast(row, src=ranks.first_rank, group=ranks.cpu_group)
+        load(meta)
+
+    side.load = spoiled
+
+
 def break_loads(engine: Any, every: int) -> None:
     """From now on, let every `every`-th load name a slot that no staging area has, so that the worker refuses it."""
     side = _side(engine)

@@ -203,6 +203,25 @@ def test_each_planted_fault_of_a_load_is_found_in_its_first_step(site: Site) -> 
     engine.stop()
 
 
+def test_another_ranks_block_is_found_in_its_first_step(site: Site) -> None:
+    """By the rank that loaded it; the tokens of both are wrong."""
+    connector = bed_connector(site, "bed-ranks")
+    engine = site.engine(bed.spec(layout="two heads", tensor_parallel=2, connector=connector, **SMALL))
+    (prompt,) = prompts = make_prompts(1, 300)
+    engine.run(prompts, max_tokens=4)
+    site.fresh(engine)
+    engine.call("tests.e2e.probes:load_the_first_ranks_block")
+    served = engine.run(prompts, max_tokens=4)
+    assert served.cached_tokens == [288]
+    assert served.tokens[0][0] != oracle.answer(prompt, 1, VOCAB)[0]
+    first, second = bed.report(engine)
+    assert first["faults"] == []
+    (fault,) = second["faults"]
+    assert (fault["block"], fault["token"], fault["wrong_tokens"], fault["head"]) == (1, BLOCK, BLOCK, 1)
+    assert fault["found"].endswith("head 0")
+    engine.stop()
+
+
 def test_vllms_own_runner_calls_the_same_hooks(template: Template) -> None:
     """With V1, which CPUs run: the same hooks in the same order, layer by layer, over the same requests."""
     hooks = {"kv_connector": "HooksConnector", "kv_connector_module_path": "tests.e2e.hooks_connector"}
