@@ -1,7 +1,7 @@
 """Measures the copies of the device cache on this GPU, beside the device's own copies in the same run.
 
-Everything runs on the real parts: connector/copies.py on a paged cache of a model's shape, host slots pinned and device
-slots allocated by connector/device_cache.py, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and
+Everything runs on the real parts: connector/worker on a paged cache of a model's shape, host slots pinned and device
+slots allocated by connector/copy, promotion's copies by daemon/engine/device.py.  It needs torch, cupy and
 numpy, but no vLLM or store.
 
     python -m benchmarks.cuda [--shape llama-8b] [--blocks 64] [--json PATH]
@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from benchmarks.machine import command
-from kvprefetch.connector.copies import Copy, CudaCopies, TorchStreams, checked
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.worker.copies import Copy, CudaCopies, TorchStreams, checked
 from kvprefetch.daemon.engine.device import DeviceStaging
 from kvprefetch.daemon.engine.promoter import COPY_BYTES
 from kvprefetch.shmring.errors import DeviceError

@@ -26,37 +26,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from ..shmring.wire.attach import Hello, WorkerInfo
-from . import (
-    built,
-    compat,
-    early,
-    fingerprint,
-    geometry,
-    groups,
-    hellos,
-    namespace,
-    refusals,
-    register,
-    releases,
-    updates,
-)
-from . import config as configuration
-from . import copies as copying
-from .adapter_reads import AdapterReads
-from .adapters import Adapters
-from .epoch import SchedulerEpoch, WorkerEpoch
-from .guards import FAILED, guarded
-from .link import Link
-from .metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
-from .paged import PagedCache
-from .prefix_cache import PrefixCache
-from .reported import install as watch_calls
-from .request_state import RUNNING, SAVING
-from .scheduler import SchedulerSide
-from .start import start_of
-from .starter import Starter
-from .stats import KVPrefetchPromMetrics, KVPrefetchStats
-from .worker import WorkerSide
+from . import register, releases
+from .attach import hellos
+from .attach.epoch import SchedulerEpoch, WorkerEpoch
+from .attach.link import Link
+from .attach.starter import Starter
+from .copy.paged import PagedCache
+from .engine import compat, geometry, groups, refusals
+from .identity import built, fingerprint, namespace, updates
+from .identity.adapters import Adapters
+from .identity.start import start_of
+from .request.reported import install as watch_calls
+from .request.request_state import RUNNING, SAVING
+from .scheduler import early
+from .scheduler.prefix_cache import PrefixCache
+from .scheduler.scheduler import SchedulerSide
+from .words import config as configuration
+from .words.guards import FAILED, guarded
+from .words.metadata import KVPrefetchMetadata, KVPrefetchNode, KVPrefetchWorkerMeta
+from .words.stats import KVPrefetchPromMetrics, KVPrefetchStats
+from .worker import copies as copying
+from .worker.adapter_reads import AdapterReads
+from .worker.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

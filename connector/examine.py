@@ -24,8 +24,11 @@ from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
 from ..shmring.wire.control_socket import Stranger, find, sockets
 from ..shmring.wire.records import PROTOCOL, ProtocolError
-from . import compat, config, identity, releases
-from .starter import Starter
+from . import releases
+from .attach.starter import Starter
+from .engine import compat
+from .identity import identity
+from .words import config
 
 NAME = "KVPrefetchConnector"
 DEFAULT = f'{{"kv_connector":"{NAME}","kv_role":"kv_both","kv_load_failure_policy":"recompute"}}'

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from .compat import running_version
+from .engine.compat import running_version
 
 # The series that the tests ran (`make test-vllm-versions`), the oldest first.
 TRIED = ("0.31", "0.32", "0.33")

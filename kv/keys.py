@@ -5,7 +5,7 @@
 Without the five optional parts this is, byte for byte, a key of vLLM's MooncakeStoreConnector.  The engine makes what
 is between the user and the checksum, and the daemon adds the others: `u<UID>@` names the user of the engine, by the
 kernel's word, so engines of other users have other keys on every node of a cluster; `sum:xxh3@` says that a value ends
-with a checksum of what is before; `g:WEIGHTS@` names the weights since a reset (connector/resets.py).  HASH is a
+with a checksum of what is before; `g:WEIGHTS@` names the weights since a reset (connector/attach/resets.py).  HASH is a
 block's hash in hex digits.  All parts before it end with "@", which is no hex digit: so different prefixes have no key
 in common, and no engine can name a key of another user.
 """

@@ -52,7 +52,7 @@ class Producer(Pusher):
     `push(kind, payload)` appends one record and returns False when the ring is full; `fits(length)` tells whether a
     payload of so many bytes can be pushed now.  `push` raises ValueError for a record that never fits or a kind outside
     0..PADDING-1, and both raise SegmentCorrupt for an impossible head.  An exception leaves the ring as it was.
-    `hint` also takes a flag from a FlagAllocator; connector/hints.py calls it.
+    `hint` also takes a flag from a FlagAllocator; connector/request/hints.py calls it.
     """
 
     max_payload_bytes: int

@@ -37,14 +37,14 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "client": ({"daemon", "shmring"}, {"pydantic"}),
 }
 # The only modules of the connector that know differences between releases of vLLM.
-COMPAT = ("connector/compat.py", "connector/releases.py")
+COMPAT = ("connector/engine/compat.py", "connector/releases.py")
 # The driver's calls, and advice to the kernel, read and write no shared word: ctypes is kept out for these.
 MESSAGES = tuple(f"shmring/wire/{name}.py" for name in ("attach", "admin", "codec", "checks"))
 GPU = tuple(f"shmring/gpu/{name}.py" for name in ("cuda", "driver", "legacy"))
 ALSO = {
     **{name: {"pydantic"} for name in MESSAGES},
     **{name: {"ctypes"} for name in ("shmring/segment.py", *GPU)},
-    "connector/checkpoint.py": {"modelscope"},
+    "connector/identity/checkpoint.py": {"modelscope"},
     "connector/examine.py": {"huggingface_hub"},
 }
 TOP = {"connector", "daemon", "kv", "shmring"}  # rooms at the checkout's top; the others are in package/
@@ -64,6 +64,17 @@ OURS = {"shmring/wire/attach.py": {"kv"}, "daemon/cli/*": {"client"}}
 SHARED = {"config", "door", "telemetry"}
 # folder: rooms, and which other rooms each may import; "" is the folder's own files.  No arrow leads back.
 ROOMS: dict[str, dict[str, set[str]]] = {
+    "connector": {
+        "": {"attach", "copy", "engine", "identity", "request", "scheduler", "words", "worker"},
+        "words": set(),
+        "engine": {"words"},
+        "identity": {"engine", "words"},
+        "copy": set(),
+        "attach": {"copy", "engine", "identity", "words"},
+        "request": {"attach", "engine", "identity", "words"},
+        "worker": {"attach", "copy", "identity", "words"},
+        "scheduler": {"attach", "engine", "identity", "request", "words"},
+    },
     "shmring": {"": set(), "wire": {""}, "gpu": {""}},
     "daemon": {
         "": {"cli"},
@@ -206,11 +217,11 @@ DOC = '"""Says what it is for."""\n'
         ("shmring/ring.py", "import ctypes", "shmring may not import ctypes"),
         ("shmring/ring.py", "def f():\n    import torch", "shmring may not import torch"),
         ("kv/groups.py", "from ..shmring import layout", "kv may not import shmring"),
-        ("connector/worker.py", "from ..daemon.store.client import Store", "connector may not import daemon"),
-        ("connector/worker.py", "import kvprefetch.shmring.ring", "between rooms at the top they are relative"),
+        ("connector/examine.py", "from ..daemon.store.client import Store", "connector may not import daemon"),
+        ("connector/examine.py", "import kvprefetch.shmring.ring", "between rooms at the top they are relative"),
         ("daemon/door/app.py", "from ...version import X", "into and out of package/ imports are absolute"),
-        ("connector/scheduler.py", "import vllm\nprint(vllm.__version__)", "may tell vLLM's releases apart"),
-        ("connector/events.py", "try:\n    from vllm.new import X\nexcept ImportError: ...", "may tell vLLM"),
+        ("connector/scheduler/scheduler.py", "import vllm\nprint(vllm.__version__)", "may tell vLLM's releases apart"),
+        ("connector/engine/events.py", "try:\n    from vllm.new import X\nexcept ImportError: ...", "may tell vLLM"),
         ("shmring/ring.py", "import cupy", "only shmring/gpu/cuda.py may import cupy"),
         ("daemon/planning/blocks.py", "import mooncake.store", "only daemon/store/joining.py may import mooncake"),
         ("daemon/work/pools.py", "import importlib\nimportlib.import_module('mooncake.store')", "may import mooncake"),

@@ -16,7 +16,7 @@ def test_in_the_folder_above_a_checkout_the_installed_package_is_imported(tmp_pa
     above = tmp_path / "above"
     above.mkdir()
     (above / "kvprefetch").symlink_to(ROOT, target_is_directory=True)
-    script = "import kvprefetch.connector.config, kvprefetch.shmring; print(kvprefetch.connector.config.__file__)"
+    script = "import kvprefetch.shmring; from kvprefetch.connector.words import config; print(config.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", script],
         cwd=above,
@@ -26,4 +26,4 @@ def test_in_the_folder_above_a_checkout_the_installed_package_is_imported(tmp_pa
         timeout=60,
         check=False,
     )
-    assert found.stdout == f"{installed / 'connector/config.py'}\n", found.stderr
+    assert found.stdout == f"{installed / 'connector/words/config.py'}\n", found.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.connector.words.config import ConnectorConfig
 from kvprefetch.daemon.config.model import DaemonConfig
 from tests.support import documents, shown
 
@@ -75,7 +75,7 @@ def test_the_engine_s_command_line_is_one_vllm_and_the_connector_accept() -> Non
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvprefetch.connector import register
-    from kvprefetch.connector.config import load
+    from kvprefetch.connector.words.config import load
 
     register()
     commands = re.findall(r"^vllm serve .*$", README, re.MULTILINE)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvprefetch.client.control import TIMEOUT_S
-from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.connector.words.config import ConnectorConfig
 from kvprefetch.daemon.cli.main import main
 from kvprefetch.daemon.runtime.backend import FLUSH_S
 from tests.support import documents

@@ -47,7 +47,7 @@ def make(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 @pytest.fixture
 def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link retries and beats at once."""
-    from kvprefetch.connector import link
+    from kvprefetch.connector.attach import link
 
     for name, seconds in (("RETRY_S", 0.01), ("FINAL_RETRY_S", 0.05), ("BEAT_S", 0.02)):
         monkeypatch.setattr(link, name, seconds)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import config as configuration
-from kvprefetch.connector.adapters import Adapters
+from kvprefetch.connector.attach.epoch import SchedulerEpoch
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.epoch import SchedulerEpoch
-from kvprefetch.connector.geometry import Geometry
-from kvprefetch.connector.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
-from kvprefetch.connector.saves import LocalCache
-from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.engine.geometry import Geometry
+from kvprefetch.connector.identity.adapters import Adapters
+from kvprefetch.connector.request.saves import LocalCache
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
+from kvprefetch.connector.words import config as configuration
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring._atomics import Words
 from kvprefetch.shmring.credits import CreditGranter

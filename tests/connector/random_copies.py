@@ -19,8 +19,8 @@ import numpy as np
 
 sys.modules.setdefault("torch", types.ModuleType("torch"))
 
-from kvprefetch.connector.cuda_copy import SOURCE, STEP, THREADS, grid_for, piece_table  # noqa: E402
-from kvprefetch.connector.paged import Piece  # noqa: E402
+from kvprefetch.connector.copy.cuda_copy import SOURCE, STEP, THREADS, grid_for, piece_table  # noqa: E402
+from kvprefetch.connector.copy.paged import Piece  # noqa: E402
 from tests.support.fakecuda.kernel import SANITIZED, compiled  # noqa: E402
 
 libc = ctypes.CDLL(None)

@@ -39,11 +39,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector import connector as module
-from kvprefetch.connector import refusals
+from kvprefetch.connector.attach.epoch import WorkerEpoch
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.epoch import WorkerEpoch
-from kvprefetch.connector.metadata import KVPrefetchMetadata
-from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.engine import refusals
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.layout import Layout
 from kvprefetch.shmring.segment import Segment

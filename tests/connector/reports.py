@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvprefetch.connector.metadata import AdapterRead, KVPrefetchWorkerMeta
+from kvprefetch.connector.words.metadata import AdapterRead, KVPrefetchWorkerMeta
 
 if TYPE_CHECKING:
     from .fakes import Request

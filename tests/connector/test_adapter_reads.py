@@ -22,9 +22,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from kvprefetch.connector.adapter_reads import AdapterReads
-from kvprefetch.connector.adapters import Adapters
-from kvprefetch.connector.metadata import KVPrefetchWorkerMeta
+from kvprefetch.connector.identity.adapters import Adapters
+from kvprefetch.connector.words.metadata import KVPrefetchWorkerMeta
+from kvprefetch.connector.worker.adapter_reads import AdapterReads
 
 from .fakes import BLOCK, Request
 

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 
 from vllm.lora.request import LoRARequest
 
-from kvprefetch.connector.adapters import Adapters
-from kvprefetch.connector.metadata import KVPrefetchWorkerMeta
+from kvprefetch.connector.identity.adapters import Adapters
+from kvprefetch.connector.words.metadata import KVPrefetchWorkerMeta
 from kvprefetch.kv.groups import Group, Groups, Kind
 
 from .fakes import BLOCK, Engine, Request, block_ids

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvprefetch.connector.epoch import WorkerEpoch
+from kvprefetch.connector.attach.epoch import WorkerEpoch
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device

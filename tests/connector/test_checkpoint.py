@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvprefetch.connector import checkpoint
-from kvprefetch.connector.checkpoint import MIB, PAGE_BYTES, TENSOR_STRIDE_BYTES, sample
+from kvprefetch.connector.identity import checkpoint
+from kvprefetch.connector.identity.checkpoint import MIB, PAGE_BYTES, TENSOR_STRIDE_BYTES, sample
 from tests.support.waiting import eventually
 
 

@@ -129,7 +129,7 @@ def test_what_is_read_of_requests_and_configurations_is_in_the_table() -> None:
     listed = {name.partition("(")[0] for names in releases.USED.values() for name in names.split()}
     given = {"request", "vllm_config", "parallel", "kv_cache_config", "output", "connector_output", "transfer", "model"}
     read = set()
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (ROOT / "connector").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -144,7 +144,7 @@ def test_what_is_read_of_requests_and_configurations_is_in_the_table() -> None:
 def test_what_is_imported_is_in_the_table() -> None:
     """At run time: what is imported for types alone may be absent."""
     found = set()
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (ROOT / "connector").rglob("*.py"):
         waiting: list[ast.AST] = [ast.parse(path.read_text())]
         while waiting:
             node = waiting.pop()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.config import load, override
+from kvprefetch.connector.words.config import load, override
 
 
 def test_what_starts_a_daemon() -> None:

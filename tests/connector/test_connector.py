@@ -22,11 +22,12 @@ from transformers import LlamaConfig  # noqa: E402
 from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
 from kvprefetch import __version__  # noqa: E402
-from kvprefetch.connector import config as configuration  # noqa: E402
-from kvprefetch.connector import geometry, hellos  # noqa: E402
+from kvprefetch.connector.attach import hellos  # noqa: E402
 from kvprefetch.connector.connector import KVPrefetchConnector  # noqa: E402
-from kvprefetch.connector.metadata import KVPrefetchMetadata, OfReset  # noqa: E402
-from kvprefetch.connector.start import start_of  # noqa: E402
+from kvprefetch.connector.engine import geometry  # noqa: E402
+from kvprefetch.connector.identity.start import start_of  # noqa: E402
+from kvprefetch.connector.words import config as configuration  # noqa: E402
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata, OfReset  # noqa: E402
 from kvprefetch.kv.hashing import BlockHasher  # noqa: E402
 from tests.connector.test_fingerprint import write_model  # noqa: E402
 

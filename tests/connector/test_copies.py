@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvprefetch.connector import copies as copying
-from kvprefetch.connector import cuda_copy
-from kvprefetch.connector.copies import PlainCopies, checked
+from kvprefetch.connector.copy import cuda_copy
+from kvprefetch.connector.worker import copies as copying
+from kvprefetch.connector.worker.copies import PlainCopies, checked
 from kvprefetch.shmring.errors import DeviceError
 from tests.gpu.side import side
 from tests.gpu.test_copies import HOST, NEAR, SHAPES, World

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector import link as link_module
-from kvprefetch.connector.epoch import SchedulerEpoch
-from kvprefetch.connector.link import Link
+from kvprefetch.connector.attach import link as link_module
+from kvprefetch.connector.attach.epoch import SchedulerEpoch
+from kvprefetch.connector.attach.link import Link
 from kvprefetch.shmring.wire.codec import receive_message
 from tests.connector.played_daemon import Server, hello
 from tests.support.ordinary import NOBODY

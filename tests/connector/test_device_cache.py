@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import device_cache as module
-from kvprefetch.connector.epoch import WorkerEpoch
+from kvprefetch.connector.attach.epoch import WorkerEpoch
+from kvprefetch.connector.copy import device_cache as module
 from kvprefetch.shmring.errors import SegmentError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
@@ -116,7 +116,7 @@ def test_a_slab_that_cannot_be_mapped_leaves_the_host_slots(
 AT_EXIT = f"""
 import atexit, time
 atexit.register(time.sleep, 0.3)  # runs after what is registered later, and leaves the cache's thread the time to wake
-from kvprefetch.connector.epoch import WorkerEpoch
+from kvprefetch.connector.attach.epoch import WorkerEpoch
 from kvprefetch.shmring.wire.attach import Attached
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.gpu import cuda

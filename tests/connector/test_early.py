@@ -17,8 +17,11 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from kvprefetch.connector import compat, early, examine, reported
-from kvprefetch.connector.early import ADOPTED_WITHIN_NS
+from kvprefetch.connector import examine
+from kvprefetch.connector.engine import compat
+from kvprefetch.connector.request import reported
+from kvprefetch.connector.scheduler import early
+from kvprefetch.connector.scheduler.early import ADOPTED_WITHIN_NS
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.layout import Line

@@ -21,10 +21,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector.early import ADOPTED_WITHIN_NS, EarlyHints
-from kvprefetch.connector.epoch import SchedulerEpoch
-from kvprefetch.connector.metadata import KVPrefetchWorkerMeta, RankWeights
-from kvprefetch.connector.saves import LocalCache
+from kvprefetch.connector.attach.epoch import SchedulerEpoch
+from kvprefetch.connector.request.saves import LocalCache
+from kvprefetch.connector.scheduler.early import ADOPTED_WITHIN_NS, EarlyHints
+from kvprefetch.connector.words.metadata import KVPrefetchWorkerMeta, RankWeights
 from kvprefetch.shmring.wire.records import FlagState, Hint
 
 from .fakes import BLOCK, MS, FakeDaemon, FakeLink

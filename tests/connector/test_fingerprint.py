@@ -33,8 +33,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvprefetch.connector import fingerprint, groups
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.engine import groups
+from kvprefetch.connector.identity import fingerprint
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.connector.test_checkpoint import write_tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.metadata import KVPrefetchMetadata, LoadOrder
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata, LoadOrder
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 

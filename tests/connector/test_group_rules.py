@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvprefetch.connector.groups import of_engine
+from kvprefetch.connector.engine.groups import of_engine
 from kvprefetch.kv import prompts as search
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.support.kv_groups import layouts

@@ -14,7 +14,7 @@ pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import MooncakeStoreScheduler
 
-from kvprefetch.connector.metadata import KVPrefetchMetadata
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata
 from kvprefetch.kv.groups import Group, Groups, Kind
 
 from .fakes import BLOCK, Engine, Request
@@ -84,7 +84,7 @@ def test_states_come_before_what_a_running_request_keeps_and_wait_where_vllm_may
 
 
 def test_no_more_states_wait_than_blocks_of_finished_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvprefetch.connector.saves.MAX_LEFT", 1)
+    monkeypatch.setattr("kvprefetch.connector.request.saves.MAX_LEFT", 1)
     engine = make_engine(credits=[])
     request = engine.admitted("r", 4 * BLOCK + 5)
     step(engine, request, 4 * BLOCK, (0, 77, 4 * BLOCK), (2, 78, 4 * BLOCK))

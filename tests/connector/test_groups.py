@@ -11,7 +11,7 @@ import torch
 
 kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
 
-from kvprefetch.connector import groups  # noqa: E402
+from kvprefetch.connector.engine import groups  # noqa: E402
 from kvprefetch.daemon.store.zeros import holed  # noqa: E402
 from kvprefetch.kv.groups import Group, Groups, Kind  # noqa: E402
 from kvprefetch.shmring.wire import attach  # noqa: E402

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.connector import claims, hints
-from kvprefetch.connector.claims import MAX_ON_DEMAND_HINTS
-from kvprefetch.connector.hints import trace_of
-from kvprefetch.connector.request_state import UNSENT
+from kvprefetch.connector.request import claims, hints
+from kvprefetch.connector.request.claims import MAX_ON_DEMAND_HINTS
+from kvprefetch.connector.request.hints import trace_of
+from kvprefetch.connector.request.request_state import UNSENT
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.wire.records import NO_TRACE, FlagState
 

@@ -21,9 +21,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
-from kvprefetch.connector import fingerprint, identity
-from kvprefetch.connector.namespace import fingerprinted, rank_keys
-from kvprefetch.connector.start import Start
+from kvprefetch.connector.identity import fingerprint, identity
+from kvprefetch.connector.identity.namespace import fingerprinted, rank_keys
+from kvprefetch.connector.identity.start import Start
 from tests.connector.test_fingerprint import described, loaded, media, running, write_model
 from tests.lab.checkpoint import TINY, make_checkpoint
 

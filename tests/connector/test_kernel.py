@@ -10,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector.cuda_copy import (
-    BLOCKS_PER_PROCESSOR,
-    KERNEL,
-    SOURCE,
-    UNIT_BYTES,
-    grid_for,
-    piece_table,
-)
-from kvprefetch.connector.paged import Piece
+from kvprefetch.connector.copy.cuda_copy import BLOCKS_PER_PROCESSOR, KERNEL, SOURCE, UNIT_BYTES, grid_for, piece_table
+from kvprefetch.connector.copy.paged import Piece
 from tests.support import nvrtc
 from tests.support.compiler import needs_cxx
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvprefetch.connector import namespace
+from kvprefetch.connector.identity import namespace
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
 

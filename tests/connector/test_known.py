@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprefetch.connector import known
-from kvprefetch.connector.known import Known
+from kvprefetch.connector.request import known
+from kvprefetch.connector.request.known import Known
 from kvprefetch.kv.groups import Group, Groups, Kind
 
 # States beside full attention, whose blocks are half as large; two digests of the prompt for each.

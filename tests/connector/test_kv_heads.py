@@ -16,8 +16,9 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers import linear  # noqa: E402
 from vllm.v1 import kv_cache_interface as kinds  # noqa: E402
 
-from kvprefetch.connector import fingerprint, groups, namespace  # noqa: E402
-from kvprefetch.connector.start import Start  # noqa: E402
+from kvprefetch.connector.engine import groups  # noqa: E402
+from kvprefetch.connector.identity import fingerprint, namespace  # noqa: E402
+from kvprefetch.connector.identity.start import Start  # noqa: E402
 
 QUERY_HEADS = 48
 SIZES: dict[str, Any] = {"block_size": 32, "head_size": 4, "dtype": torch.float32}

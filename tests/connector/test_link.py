@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import link as link_module
-from kvprefetch.connector.epoch import SchedulerEpoch
-from kvprefetch.connector.link import Link
+from kvprefetch.connector.attach import link as link_module
+from kvprefetch.connector.attach.epoch import SchedulerEpoch
+from kvprefetch.connector.attach.link import Link
 from kvprefetch.shmring.layout import Line
 from kvprefetch.shmring.liveness import PeerStatus
 from kvprefetch.shmring.segment import Segment

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector import link as link_module
-from kvprefetch.connector.epoch import WorkerEpoch
-from kvprefetch.connector.link import Link
+from kvprefetch.connector.attach import link as link_module
+from kvprefetch.connector.attach.epoch import WorkerEpoch
+from kvprefetch.connector.attach.link import Link
 from kvprefetch.shmring.segment import Segment
 from kvprefetch.shmring.wire.attach import Attached, Mapped
 from kvprefetch.shmring.wire.codec import send_message

@@ -14,9 +14,9 @@ import pytest
 import vllm
 from vllm.transformers_utils.configs.ultravox import UltravoxConfig
 
-from kvprefetch.connector import identity
-from kvprefetch.connector.namespace import fingerprinted, rank_keys
-from kvprefetch.connector.start import Start
+from kvprefetch.connector.identity import identity
+from kvprefetch.connector.identity.namespace import fingerprinted, rank_keys
+from kvprefetch.connector.identity.start import Start
 from tests.connector.test_checkpoint import write_tensors
 from tests.connector.test_fingerprint import described, loaded, media, running, write_model
 

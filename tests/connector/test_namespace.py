@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import checkpoint, namespace
-from kvprefetch.connector.namespace import Namespace, fingerprinted, rank_keys
-from kvprefetch.connector.start import Start
+from kvprefetch.connector.identity import checkpoint, namespace
+from kvprefetch.connector.identity.namespace import Namespace, fingerprinted, rank_keys
+from kvprefetch.connector.identity.start import Start
 from tests.connector.test_fingerprint import media, model_config, running, write_model
 
 START, ANOTHER = "1" * 32, "2" * 32

@@ -19,9 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvprefetch.connector import refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.metadata import KVPrefetchNode
+from kvprefetch.connector.engine import refusals
+from kvprefetch.connector.words.metadata import KVPrefetchNode
 
 from .test_connector import kv_cache_config, vllm_config
 

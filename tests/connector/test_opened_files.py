@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector import identity
+from kvprefetch.connector.identity import identity
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.hybrid import make_gemma3, make_granite, make_llama4
 

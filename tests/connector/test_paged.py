@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprefetch.connector import groups as groups_of_engine
-from kvprefetch.connector.paged import LayoutUnsupported, PagedCache
+from kvprefetch.connector.copy.paged import LayoutUnsupported, PagedCache
+from kvprefetch.connector.engine import groups as groups_of_engine
 from tests.support.layouts import SIZES, caches
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")

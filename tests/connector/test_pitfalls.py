@@ -26,9 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 
-from kvprefetch.connector import namespace, refusals
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.stats import KVPrefetchStats
+from kvprefetch.connector.engine import refusals
+from kvprefetch.connector.identity import namespace
+from kvprefetch.connector.words.stats import KVPrefetchStats
 from kvprefetch.daemon.engine import transfers
 from kvprefetch.daemon.store import client
 from kvprefetch.daemon.store.client import Store
@@ -133,8 +134,9 @@ def test_p28_importing_opens_nothing(monkeypatch: Patch) -> None:
     """vLLM imports the class in its API server and logger processes as well: every module's body is run once more."""
     gc.collect()  # what earlier tests left must not go away meanwhile
     before = held()
-    for path in sorted((ROOT / "connector").glob("*.py")):
-        spec = spec_from_file_location(f"kvprefetch.connector.{path.stem}_again", path)
+    for path in sorted((ROOT / "connector").rglob("*.py")):
+        inside = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        spec = spec_from_file_location(f"kvprefetch.{inside}_again", path)
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)

@@ -14,12 +14,12 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
-from kvprefetch.connector import claims, hints
-from kvprefetch.connector.claims import Claims
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.loads import Loads
-from kvprefetch.connector.request_state import RequestState
-from kvprefetch.connector.scheduler import SchedulerSide
+from kvprefetch.connector.request import claims, hints
+from kvprefetch.connector.request.claims import Claims
+from kvprefetch.connector.request.loads import Loads
+from kvprefetch.connector.request.request_state import RequestState
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.kv.prompts import Prompt
 from kvprefetch.shmring.wire.records import FlagState, Outcome

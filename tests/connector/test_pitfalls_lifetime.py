@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
+from kvprefetch.connector.worker.worker import WorkerSide
 
 from .fakes import BLOCK, fails_with
 from .real import RealEngine

@@ -14,12 +14,12 @@ pytest.importorskip("vllm")
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.prefix_cache import PrefixCache
-from kvprefetch.connector.reported import Reported
-from kvprefetch.connector.request_state import RequestState
-from kvprefetch.connector.saves import Saves
-from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.connector.request.reported import Reported
+from kvprefetch.connector.request.request_state import RequestState
+from kvprefetch.connector.request.saves import Saves
+from kvprefetch.connector.scheduler.prefix_cache import PrefixCache
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
+from kvprefetch.connector.worker.worker import WorkerSide
 
 from .fakes import BLOCK, fails_with
 from .real import RealEngine
@@ -57,7 +57,7 @@ def test_p14_only_known_and_computed_tokens_are_saved(make: Make, monkeypatch: P
 
 def test_p15_a_save_is_reported_only_when_its_copies_are_done(monkeypatch: Patch) -> None:
     """They are queued behind the forward on the current stream; the event recorded after them says so."""
-    from kvprefetch.connector.metadata import KVPrefetchMetadata, SaveOrder
+    from kvprefetch.connector.words.metadata import KVPrefetchMetadata, SaveOrder
 
     from .test_worker import EPOCH, Fence, make
 

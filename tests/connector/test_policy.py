@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprefetch.connector.config import Policy
-from kvprefetch.connector.policy import (
+from kvprefetch.connector.engine.steps import StepTimes
+from kvprefetch.connector.request.policy import (
     IDLE_VISIT_NS,
     SILENCE,
     STOP_FACTOR,
@@ -20,7 +20,7 @@ from kvprefetch.connector.policy import (
     Wait,
     WaitPolicy,
 )
-from kvprefetch.connector.steps import StepTimes
+from kvprefetch.connector.words.config import Policy
 
 BLOCK_TOKENS = 16
 MS = 1_000_000

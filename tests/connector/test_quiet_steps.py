@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.connector.request_state import RUNNING, UNSENT
-from kvprefetch.connector.scheduler import MEASURED_STEPS
+from kvprefetch.connector.request.request_state import RUNNING, UNSENT
+from kvprefetch.connector.scheduler.scheduler import MEASURED_STEPS
 
 from .fakes import BLOCK, Engine, Request
 from .reports import scheduled_output

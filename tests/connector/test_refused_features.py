@@ -13,7 +13,7 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from kvprefetch.connector import refusals  # noqa: E402
+from kvprefetch.connector.engine import refusals  # noqa: E402
 from tests.connector.test_connector import FULL, kv_cache_config  # noqa: E402
 from tests.lab.checkpoint import TINY, make_checkpoint  # noqa: E402
 

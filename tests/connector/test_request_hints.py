@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
-from kvprefetch.connector.request_hints import MAX_ACTIONS, NO_CAP, NO_HINTS, RequestHints, parse  # noqa: E402
+from kvprefetch.connector.words.request_hints import MAX_ACTIONS, NO_CAP, NO_HINTS, RequestHints, parse  # noqa: E402
 from kvprefetch.shmring.wire.records import NO_SESSION, session_digest  # noqa: E402
 
 from .fakes import BLOCK, Engine  # noqa: E402

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvprefetch.connector.policy import Wait
-from kvprefetch.connector.request_state import Claim, Pass, Phase, RequestState
+from kvprefetch.connector.request.policy import Wait
+from kvprefetch.connector.request.request_state import Claim, Pass, Phase, RequestState
 from tests.support.scheduler_checks import check_state
 
 State = RequestState

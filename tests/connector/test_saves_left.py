@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvprefetch.connector import saves
-from kvprefetch.connector.prefix_cache import PrefixCache
+from kvprefetch.connector.request import saves
+from kvprefetch.connector.scheduler.prefix_cache import PrefixCache
 
 from .fakes import BLOCK, Engine, Request, one_group
 from .real import RealEngine

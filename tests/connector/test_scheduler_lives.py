@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvprefetch.connector.epoch import SchedulerEpoch
+from kvprefetch.connector.attach.epoch import SchedulerEpoch
 from kvprefetch.shmring.doorbell import Doorbell
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.layout import Line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprefetch.connector.metadata import KVPrefetchWorkerMeta, OfReset, RankWeights
+from kvprefetch.connector.words.metadata import KVPrefetchWorkerMeta, OfReset, RankWeights
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine, block_ids

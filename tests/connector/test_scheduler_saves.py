@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvprefetch.connector import saves
-from kvprefetch.connector.request_state import SAVING
-from kvprefetch.connector.saves import Saves
+from kvprefetch.connector.request import saves
+from kvprefetch.connector.request.request_state import SAVING
+from kvprefetch.connector.request.saves import Saves
 
 from .fakes import BLOCK, Engine, FakeDaemon, Request, one_group
 

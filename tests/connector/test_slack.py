@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector.slack import LAUNCH_NS, PAUSED_STEPS, SHARE, Slack
-from kvprefetch.connector.steps import StepTimes
+from kvprefetch.connector.engine.steps import StepTimes
+from kvprefetch.connector.request.slack import LAUNCH_NS, PAUSED_STEPS, SHARE, Slack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.clock import Clock
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvprefetch.connector import checkpoint, fingerprint
+from kvprefetch.connector.identity import checkpoint, fingerprint
 from tests.connector.test_checkpoint import write_tensors
 from tests.connector.test_identity import configured
 from tests.lab.checkpoint import TINY, make_checkpoint

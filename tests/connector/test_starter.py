@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector import starter
-from kvprefetch.connector.link import PATIENCE_S
-from kvprefetch.connector.starter import Starter
+from kvprefetch.connector.attach import starter
+from kvprefetch.connector.attach.link import PATIENCE_S
+from kvprefetch.connector.attach.starter import Starter
 from tests.connector.test_link import linked
 from tests.support.waiting import eventually
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
 import vllm.distributed
 
-from kvprefetch.connector import hellos
+from kvprefetch.connector.attach import hellos
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.shmring.wire.attach import Hello
 from tests.connector.test_connector import SCHEDULER, WORKER, kv_cache_config, vllm_config

@@ -18,8 +18,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.stats import COUNTERS, KVPrefetchStats, Tally
-from kvprefetch.connector.steps import REPORT_STEPS
+from kvprefetch.connector.engine.steps import REPORT_STEPS
+from kvprefetch.connector.words.stats import COUNTERS, KVPrefetchStats, Tally
 from tests.lab.connectors import multi, ours
 
 from .fakes import BLOCK, Engine
@@ -79,7 +79,7 @@ def test_vllms_prometheus_export_has_every_counter(multiple: bool, monkeypatch: 
 
 def test_every_name_that_is_counted_is_in_the_catalogue_and_the_other_way_round() -> None:
     counted: set[str] = set()
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (ROOT / "connector").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and "counters" in ast.unparse(node.value):
                 names = [str(part.value) for part in ast.walk(node.slice) if isinstance(part, ast.Constant)]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvprefetch.connector.steps import StepTimes
+from kvprefetch.connector.engine.steps import StepTimes
 
 DECODE_NS, TOKEN_NS = 8_000_000, 50_000
 

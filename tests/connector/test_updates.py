@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvprefetch.connector import updates
-from kvprefetch.connector.metadata import KVPrefetchMetadata, OfReset, RankWeights, SaveOrder
-from kvprefetch.connector.resets import News, Resets
-from kvprefetch.connector.updates import Updates
-from kvprefetch.connector.weights import digest
+from kvprefetch.connector.attach.resets import News, Resets
+from kvprefetch.connector.identity import updates
+from kvprefetch.connector.identity.updates import Updates
+from kvprefetch.connector.identity.weights import digest
+from kvprefetch.connector.words.metadata import KVPrefetchMetadata, OfReset, RankWeights, SaveOrder
 from kvprefetch.kv.keys import owner, whole_prefix
 
 from .fakes import fails_with

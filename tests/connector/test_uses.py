@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.link import MAX_ABSENTS
-from kvprefetch.connector.uses import MAX_LOST
+from kvprefetch.connector.attach.link import MAX_ABSENTS
+from kvprefetch.connector.scheduler.uses import MAX_LOST
 from kvprefetch.shmring.wire.attach import Absent
 
 from .fakes import BLOCK, Engine, Request

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvprefetch.connector.claims import Claims
-from kvprefetch.connector.request_state import QUEUED, RUNNING, SAVING, Pass
+from kvprefetch.connector.request.claims import Claims
+from kvprefetch.connector.request.request_state import QUEUED, RUNNING, SAVING, Pass
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, MS, Engine, FakeDaemon, Request, fails_with

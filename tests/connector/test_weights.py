@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvprefetch.connector import weights
-from kvprefetch.connector.weights import LEAST, LIMIT_BYTES, MOST, NotComparable, combined, digest, places
+from kvprefetch.connector.identity import weights
+from kvprefetch.connector.identity.weights import LEAST, LIMIT_BYTES, MOST, NotComparable, combined, digest, places
 
 CPU = torch.device("cpu")
 

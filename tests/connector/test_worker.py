@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from kvprefetch.connector.copies import PlainCopies
-from kvprefetch.connector.epoch import WorkerEpoch
-from kvprefetch.connector.metadata import AdapterRead, KVPrefetchMetadata, KVPrefetchWorkerMeta, LoadOrder, SaveOrder
-from kvprefetch.connector.namespace import RankKeys
-from kvprefetch.connector.paged import PagedCache
-from kvprefetch.connector.stats import KVPrefetchStats
-from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.connector.attach.epoch import WorkerEpoch
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.identity.namespace import RankKeys
+from kvprefetch.connector.words.metadata import (
+    AdapterRead,
+    KVPrefetchMetadata,
+    KVPrefetchWorkerMeta,
+    LoadOrder,
+    SaveOrder,
+)
+from kvprefetch.connector.words.stats import KVPrefetchStats
+from kvprefetch.connector.worker.copies import PlainCopies
+from kvprefetch.connector.worker.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.errors import SegmentCorrupt
 from kvprefetch.shmring.segment import Segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvprefetch.connector.epoch import WorkerEpoch
+from kvprefetch.connector.attach.epoch import WorkerEpoch
 
 
 class FakeWorkerLink:

@@ -14,10 +14,10 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvprefetch.connector import copies as copying
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.copies import CudaCopies
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.worker import copies as copying
+from kvprefetch.connector.worker.copies import CudaCopies
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
 from tests.support import fakecuda

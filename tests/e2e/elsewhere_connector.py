@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvprefetch.connector import connector, refusals
+from kvprefetch.connector import connector
+from kvprefetch.connector.engine import refusals
 
 # "scheduler", or a worker's tensor-parallel rank.
 WHO = "KVPREFETCH_TEST_ELSEWHERE"

@@ -330,7 +330,7 @@ def workers_found(engine: Any) -> list[bool]:
 def _worker_found(wrapper: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvprefetch.connector import built
+    from kvprefetch.connector.identity import built
 
     connector: Any = get_kv_transfer_group()
     for child in getattr(connector, "_connectors", [connector]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprefetch.connector import connector, fingerprint
+from kvprefetch.connector import connector
+from kvprefetch.connector.identity import fingerprint
 from tests.support.waiting import eventually
 
 of_model = fingerprint.of_model

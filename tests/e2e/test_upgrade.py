@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvprefetch
-from kvprefetch.connector.link import FINAL_RETRY_S
+from kvprefetch.connector.attach.link import FINAL_RETRY_S
 from kvprefetch.shmring.wire.records import PROTOCOL
 from tests.e2e.conftest import PATIENT, At, hits, served, wait_attached
 from tests.lab.connectors import ours

@@ -60,28 +60,28 @@ class Point:
 POINTS = (
     Point("segments reserved", "daemon.control.handshake:Handshake._reserved", before=True, attach=True),
     Point("segments handed over", "daemon.control.handshake:Handshake._hand_over", attach=True),
-    Point("epoch mapped", "connector.link:Link._attached", attach=True),
-    Point("hint written", "connector.claims:Claims.push", gave=bool),
+    Point("epoch mapped", "connector.attach.link:Link._attached", attach=True),
+    Point("hint written", "connector.request.claims:Claims.push", gave=bool),
     Point("hint read", "daemon.engine.epoch:Epoch._hint"),
     Point("store asked", "daemon.store.client:Store.exist", before=True),
     Point("store answered", "daemon.engine.epoch_calls:EpochCalls._looked_up", before=True),
     Point("fetch begun", "daemon.store.client:Store.get_into", before=True),
     Point("fetch ended", "daemon.engine.epoch_fetches:Fetches._ended", before=True),
     Point("blocks shown", "daemon.engine.channel:Channel.publish"),
-    Point("blocks claimed", "connector.claims:Claims._take", gave=lambda reply: bool(reply[0])),
-    Point("load ordered", "connector.scheduler:SchedulerSide.take_loads", gave=lambda meta: bool(meta.loads)),
-    Point("load begun", "connector.worker:WorkerSide.load", before=True, given=_loads),
-    Point("load ended", "connector.worker:WorkerSide.load", given=_loads),
-    Point("slots given back", "connector.hints:finish"),
+    Point("blocks claimed", "connector.request.claims:Claims._take", gave=lambda reply: bool(reply[0])),
+    Point("load ordered", "connector.scheduler.scheduler:SchedulerSide.take_loads", gave=lambda meta: bool(meta.loads)),
+    Point("load begun", "connector.worker.worker:WorkerSide.load", before=True, given=_loads),
+    Point("load ended", "connector.worker.worker:WorkerSide.load", given=_loads),
+    Point("slots given back", "connector.request.hints:finish"),
     Point("end read", "daemon.engine.epoch:Epoch._done", before=True),
-    Point("saves ordered", "connector.saves:Saves._order"),
-    Point("save copied", "connector.worker:WorkerSide.save", given=_saves),
-    Point("save reported", "connector.saves:Saves.flush"),
+    Point("saves ordered", "connector.request.saves:Saves._order"),
+    Point("save copied", "connector.worker.worker:WorkerSide.save", given=_saves),
+    Point("save reported", "connector.request.saves:Saves.flush"),
     Point("put begun", "daemon.store.client:Store.put_from", before=True),
     Point("put ended", "daemon.engine.epoch_calls:EpochCalls._stored", before=True),
 )
 # Where one side learns of the other's end.
-_NOTICES = ("connector.link:Link._lost", "daemon.control.handshake:Handshake._dissolve")
+_NOTICES = ("connector.attach.link:Link._lost", "daemon.control.handshake:Handshake._dissolve")
 
 
 class Trigger:

@@ -20,7 +20,7 @@ import structlog
 from pydantic import ValidationError
 
 from kvprefetch.client.door import Door
-from kvprefetch.connector import config as connector
+from kvprefetch.connector.words import config as connector
 from kvprefetch.daemon.config.model import ConfigError, DaemonConfig
 from kvprefetch.daemon.config.sources import Sources, resolve
 from kvprefetch.daemon.store.errors import ErrorClass, StoreUnavailable

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kvprefetch.connector.copies import CudaCopies, TorchStreams
-from kvprefetch.connector.device_cache import DeviceCache
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy.device_cache import DeviceCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.worker.copies import CudaCopies, TorchStreams
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device
 from tests.gpu.peer import ON_GPU

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvprefetch.connector import cuda_copy
-from kvprefetch.connector.copies import checked
-from kvprefetch.connector.cuda_copy import STEP_BLOCKS, UNIT_BYTES
-from kvprefetch.connector.device_cache import DeviceCache
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy import cuda_copy
+from kvprefetch.connector.copy.cuda_copy import STEP_BLOCKS, UNIT_BYTES
+from kvprefetch.connector.copy.device_cache import DeviceCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.worker.copies import checked
 from kvprefetch.shmring.gpu import driver as gpu
 from kvprefetch.shmring.gpu.cuda import Device
 from tests.gpu.peer import ON_GPU, pattern

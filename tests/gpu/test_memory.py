@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprefetch.connector.device_cache import DeviceCache
+from kvprefetch.connector.copy.device_cache import DeviceCache
 from kvprefetch.shmring.errors import DeviceError
 from kvprefetch.shmring.gpu import cuda
 from kvprefetch.shmring.gpu.cuda import Device, Stream

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvprefetch.connector.copies import checked
-from kvprefetch.connector.device_cache import DeviceCache
-from kvprefetch.connector.paged import PagedCache
+from kvprefetch.connector.copy.device_cache import DeviceCache
+from kvprefetch.connector.copy.paged import PagedCache
+from kvprefetch.connector.worker.copies import checked
 from tests.gpu.peer import ON_GPU
 from tests.gpu.side import kv_caches, side
 from tests.support.waiting import eventually

@@ -26,7 +26,7 @@ KV = {
     "kv_connector_extra_config": {"start_daemon": OPTIONS},
 }
 START = f"""
-from kvprefetch.connector.starter import Starter
+from kvprefetch.connector.attach.starter import Starter
 made = Starter({OPTIONS}, None)  # as an engine does
 made.start()
 print("started:", made)

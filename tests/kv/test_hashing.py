@@ -32,7 +32,7 @@ def _seed_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def of_engine(algorithm: str, block_tokens: int = 32) -> BlockHasher:
     """Return a hasher made from the words of an engine in this process."""
-    from kvprefetch.connector.hellos import start_and_probe
+    from kvprefetch.connector.attach.hellos import start_and_probe
 
     start, probe = map(bytes.fromhex, start_and_probe(algorithm))
     return BlockHasher(algorithm, start, block_tokens, probe)
@@ -103,7 +103,7 @@ def test_an_engine_whose_hashes_are_not_known_is_refused_in_one_line(
 def test_an_engine_of_another_seed_or_form_of_salt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core import kv_cache_utils
 
-    from kvprefetch.connector.hellos import start_and_probe
+    from kvprefetch.connector.attach.hellos import start_and_probe
 
     start, probe = map(bytes.fromhex, start_and_probe("sha256"))
     with pytest.raises(CannotHash, match="hashed otherwise here"):
@@ -122,6 +122,6 @@ def test_a_missing_package_is_named(algorithm: str, package: str, monkeypatch: p
 
 
 def test_a_random_start_is_kept_secret() -> None:
-    from kvprefetch.connector.hellos import start_and_probe
+    from kvprefetch.connector.attach.hellos import start_and_probe
 
     assert start_and_probe("xxhash_cbor") == ("", "")

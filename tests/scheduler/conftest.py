@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they import vLLM; without it this folder's files are skippe
 @pytest.fixture(scope="package")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Staging for 32 blocks of one rank or 16 of two, 8 or 4 of them for saves: loads and saves compete for it."""
-    from kvprefetch.connector import link
+    from kvprefetch.connector.attach import link
     from tests.scheduler.model import BLOCK_BYTES
     from tests.scheduler.shape import Site, use_models
 

@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.early import ADOPTED_WITHIN_NS, hand_over
+from kvprefetch.connector.scheduler.early import ADOPTED_WITHIN_NS, hand_over
 from kvprefetch.shmring.wire.records import FlagState
 from tests.scheduler.model import BLOCK, Truth
 from tests.scheduler.oracle import ON_PURPOSE, Oracle

@@ -23,7 +23,7 @@ from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvprefetch.connector import refusals
+from kvprefetch.connector.engine import refusals
 from kvprefetch.kv.groups import Group, Groups, Kind
 from tests.lab.connectors import ours
 from tests.lab.control import Reader

@@ -18,13 +18,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from kvprefetch.connector import compat, loads, request_state, saves
-from kvprefetch.connector.namespace import RankKeys
-from kvprefetch.connector.prefix_cache import PrefixCache
-from kvprefetch.connector.scheduler import SchedulerSide
-from kvprefetch.connector.slack import Slack
-from kvprefetch.connector.updates import Updates
-from kvprefetch.connector.worker import WorkerSide
+from kvprefetch.connector.engine import compat
+from kvprefetch.connector.identity.namespace import RankKeys
+from kvprefetch.connector.identity.updates import Updates
+from kvprefetch.connector.request import loads, request_state, saves
+from kvprefetch.connector.request.slack import Slack
+from kvprefetch.connector.scheduler.prefix_cache import PrefixCache
+from kvprefetch.connector.scheduler.scheduler import SchedulerSide
+from kvprefetch.connector.worker.worker import WorkerSide
 from kvprefetch.kv.groups import Group, Groups, Kind
 from kvprefetch.shmring.wire.records import Saved, encode_saved
 from tests.scheduler.model import BLOCK

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvprefetch.connector.policy import Verdict, Wait, WaitPolicy
-from kvprefetch.connector.request_state import Claim, Pass, RequestState
+from kvprefetch.connector.request.policy import Verdict, Wait, WaitPolicy
+from kvprefetch.connector.request.request_state import Claim, Pass, RequestState
 from tests.scheduler.engine import Engine
 from tests.scheduler.schedules import STORED_S, Add, explore, play, run, truth_of
 from tests.scheduler.shape import Shape, Site

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvprefetch.connector.updates import Updates
+from kvprefetch.connector.identity.updates import Updates
 from kvprefetch.kv.groups import Groups, Kind
 from tests.scheduler.model import LAYERS, PAGE_BYTES, Truth, sample, width
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from kvprefetch.connector.config import ConnectorConfig
+from kvprefetch.connector.words.config import ConnectorConfig
 from kvprefetch.daemon.cli.common import default_text, kind_of
 from kvprefetch.daemon.cli.help_page import EXITS, CommandGroup
 from kvprefetch.daemon.cli.main import build

@@ -138,7 +138,7 @@ def row(name: str, folder: Path) -> str:
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
-    from kvprefetch.connector import geometry, refusals
+    from kvprefetch.connector.engine import geometry, refusals
 
     sys.meta_path.append(Absent())
     torch.cuda.Event = torch.Event = MagicMock()  # type: ignore[misc]

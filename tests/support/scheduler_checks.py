@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvprefetch.shmring.wire.records import FlagState
 
 if TYPE_CHECKING:  # the scheduler side imports vLLM
-    from kvprefetch.connector.request_state import RequestState
-    from kvprefetch.connector.scheduler import SchedulerSide
+    from kvprefetch.connector.request.request_state import RequestState
+    from kvprefetch.connector.scheduler.scheduler import SchedulerSide
 
 # What an engine may do to a flag (records.py).
 TRANSITIONS = {
@@ -23,7 +23,7 @@ TRANSITIONS = {
 
 def check(side: SchedulerSide) -> None:
     """Raise AssertionError where a request is in no legal state."""
-    from kvprefetch.connector.request_state import Phase
+    from kvprefetch.connector.request.request_state import Phase
 
     for state in side.requests.values():
         check_state(state)
@@ -33,7 +33,7 @@ def check(side: SchedulerSide) -> None:
 
 def check_state(state: RequestState) -> None:
     """Raise AssertionError unless the fields form a row of request_state.py's table."""
-    from kvprefetch.connector.request_state import Phase
+    from kvprefetch.connector.request.request_state import Phase
 
     assert (state.answer is not None) == (state.phase == Phase.ANSWERED), state
     assert state.handle is None or state.phase in (Phase.QUEUED, Phase.ANSWERED), state

@@ -77,7 +77,7 @@ def test_prompts_are_read_from_the_logs_of_three_systems() -> None:
 
 @pytest.mark.vllm
 def test_the_names_of_blocks_are_vllm_s_own() -> None:
-    from kvprefetch.connector.hellos import start_and_probe
+    from kvprefetch.connector.attach.hellos import start_and_probe
     from kvprefetch.kv.hashing import START
 
     start, _ = start_and_probe("sha256")

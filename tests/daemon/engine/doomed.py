@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvprefetch.connector.device_cache import DeviceCache
+from kvprefetch.connector.copy.device_cache import DeviceCache
 from kvprefetch.shmring.wire.attach import Attached, Mapped
 from kvprefetch.shmring.wire.records import FlagState
 from tests.daemon.engine.near import BLOCK, values_of

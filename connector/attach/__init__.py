@@ -1,0 +1,1 @@
+"""The connection to the daemon: it starts, says hello, is kept, and tells of resets."""

@@ -1,0 +1,1 @@
+"""An engine's paged KV cache, and the memory that copies go to and come from."""

@@ -1,0 +1,1 @@
+"""A request, and the hints, claims, loads and saves that act on it."""

@@ -1,0 +1,77 @@
+"""How long a pass of vLLM's scheduler may wait for blocks at no cost: the step under way runs on meanwhile. Pure.
+
+With asynchronous scheduling vLLM launches a step while the one before it runs, and then has nothing to do.  A request
+whose fetch ends before that is loaded in this pass, and so in no later step than one with all its KV local.
+
+A step under way began when the one before it ended, or at its launch, and takes as long as such steps took lately.  The
+wait ends at SHARE of it, less LAUNCH_NS.  Where the pass or the step under way then ends late all the same, because the
+machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and twice as many each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engine import compat
+from ..engine.steps import StepTimes
+from .request_state import SAVING, RequestState
+
+SHARE = 0.75
+LAUNCH_NS = 2_000_000  # from the end of a pass to the launch of its step; the step under way ends later than that
+PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
+
+
+class Slack:
+    """One engine's. `allowed`: it schedules asynchronously, waits for no other engine, and has one pipeline stage.
+
+    `overlap`: see `Geometry.fenced_blocks`.  `grammars`: requests with one that were admitted.
+    """
+
+    def __init__(self, steps: StepTimes, *, allowed: bool, overlap: bool = False) -> None:
+        self._steps, self.allowed, self._overlap = steps, allowed, overlap
+        self.grammars: set[RequestState] = set()
+        # Of a pass that waited: ends of its wait, of the step under way.
+        self._expected: tuple[float, float] | None = None
+        self._launched: tuple[int, int] | None = None  # its step, and when it ended, or 0 where that was late
+        self._paused_until, self._pause = 0, PAUSED_STEPS[0]
+
+    def until_ns(self, state: RequestState) -> float:
+        """Until when the pass may wait for this request; 0 for not at all.
+
+        A grammar's next token is computed between two steps, so the scheduler is not ahead of the device.
+        """
+        if not self.allowed or self._steps.begun < self._paused_until:
+            return 0.0
+        began_ns, duration_ns = self._steps.under_way()
+        if not began_ns or state.request.use_structured_output:
+            return 0.0
+        if any(each.phase >= SAVING for each in self.grammars):
+            return 0.0
+        return began_ns + SHARE * duration_ns - LAUNCH_NS
+
+    def overlaps(self, output: Any) -> bool:
+        """Whether the loads of this pass, whose vLLM output this is, may be copied while the step under way runs."""
+        ahead = self._overlap and self.allowed and self._steps.under_way()[0] > 0
+        return ahead and not compat.changes_blocks(output)
+
+    def waited(self, until_ns: float) -> None:
+        """This pass did wait, at most until then."""
+        began_ns, duration_ns = self._steps.under_way()
+        self._expected = until_ns, began_ns + duration_ns * (2.0 - SHARE)
+
+    def launched(self, now_ns: int) -> None:
+        """The pass has ended, and its step is launched."""
+        if self._expected is not None:
+            self._launched = self._steps.begun, now_ns if now_ns < self._expected[0] + LAUNCH_NS else 0
+
+    def ended(self, now_ns: int) -> bool:
+        """The output of the oldest step in flight is there. Return whether the launch behind it seems to be late."""
+        if self._launched is None or self._expected is None or self._steps.passed + 1 < self._launched[0] - 1:
+            return False
+        launched_ns, ends_ns = self._launched[1], self._expected[1]
+        late = not launched_ns or now_ns - launched_ns < LAUNCH_NS or now_ns > ends_ns
+        self._expected = self._launched = None
+        if late:
+            self._paused_until = self._steps.begun + self._pause
+        self._pause = min(2 * self._pause, PAUSED_STEPS[1]) if late else max(self._pause // 2, PAUSED_STEPS[0])
+        return late

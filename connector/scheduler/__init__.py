@@ -1,0 +1,1 @@
+"""The scheduler side: one engine's requests, from vLLM's input thread to their ends."""

@@ -1,0 +1,1 @@
+"""The worker side: one rank's copies between staging and its paged KV cache."""
