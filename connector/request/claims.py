@@ -351,11 +351,10 @@ class Claims:
                 slots += entries[span.start - first : span.stop - first]
         # With an adapter in the step that computes with it, and so has just read it if it was not loaded.
         count, mode = stop - visit.start, self._load_mode if state.names is None else self._adapter_load_mode
-        asynchronous = (
-            mode == "async"
-            or not self.reported.all
-            or (mode == "auto" and loads_beside(count * geometry.block_bytes, self._sync_bytes, load=visit.load))
-        )
+        asynchronous = mode == "async" or not self.reported.all
+        if mode == "auto" and not asynchronous:
+            size_bytes = count * geometry.block_bytes
+            asynchronous = loads_beside(size_bytes, self._sync_bytes, load=visit.load, hidden=self.slack.hides)
         if (spared_ns := self._policy.cost_ns(count, 0.0)) < math.inf:
             handle.spared_ns = int(spared_ns)
         self._note_found(handle, flag)

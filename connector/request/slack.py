@@ -49,10 +49,14 @@ class Slack:
             return 0.0
         return began_ns + SHARE * duration_ns - LAUNCH_NS
 
+    @property
+    def hides(self) -> bool:
+        """Whether the loads of this pass are probably copied while the step under way runs."""
+        return self._overlap and self.allowed and self._steps.under_way()[0] > 0
+
     def overlaps(self, output: Any) -> bool:
-        """Whether the loads of this pass, whose vLLM output this is, may be copied while the step under way runs."""
-        ahead = self._overlap and self.allowed and self._steps.under_way()[0] > 0
-        return ahead and not compat.changes_blocks(output)
+        """Whether they may be. `output`: vLLM's, of this pass."""
+        return self.hides and not compat.changes_blocks(output)
 
     def waited(self, until_ns: float) -> None:
         """This pass did wait, at most until then."""

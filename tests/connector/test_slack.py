@@ -17,7 +17,7 @@ from kvprefetch.connector.request.slack import LAUNCH_NS, PAUSED_STEPS, SHARE, S
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.clock import Clock
 
-from .fakes import BLOCK, MS, Engine, Request
+from .fakes import BLOCK, BLOCK_BYTES, MS, Engine, Request
 from .real import RealEngine
 
 STEP_MS = 400
@@ -187,6 +187,16 @@ def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied()
     assert not slack.overlaps(SimpleNamespace(kv_cache_block_copies=[(1, 2)]))
     for not_now in (Slack(steps, allowed=True), Slack(steps, allowed=False, overlap=True)):
         assert not not_now.overlaps(SimpleNamespace())
+
+
+@pytest.mark.parametrize(("hidden", "blocks", "beside"), [(True, 8, False), (True, 9, True), (False, 1, True)])
+def test_a_load_that_the_step_under_way_hides_is_synchronous_up_to_eight_times_the_bound(
+    hidden: bool, blocks: int, beside: bool
+) -> None:
+    """How many requests run then counts no more: nobody waits for its copy."""
+    engine, _ = running(fenced_blocks=hidden, sync_load_max_bytes=BLOCK_BYTES)
+    request = engine.add("large", 10 * BLOCK, staged=blocks)
+    assert engine.match(request) == (blocks * BLOCK, beside)
 
 
 LATE = {
