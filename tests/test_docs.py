@@ -13,7 +13,7 @@ DOCUMENTS = {
 }
 RECORDS = sorted((ROOT / "docs/adr").glob("[0-9]*.md"))
 MAX_RECORDS = 50
-MAX_WORDS = 48_400  # of prose and tables, without code, the days' pages of figures and what tests write
+MAX_WORDS = 48_430  # of prose and tables, without code, the days' pages of figures and what tests write
 # Retired words (docs/glossary.md has ours).  Code in backticks and fences is exempt: users know names as they are.
 RETIRED = re.compile(
     r"\b(tiers?|told|untold|whoever|widths?|stor(?:y|ies)|seats?|(?:staged?|staging) ahead|put_(?:factor|turn))\b",
