@@ -160,6 +160,8 @@ class Link(Generic[S]):
                 self._log_once(type(error).__name__, logging.WARNING, "kvprefetch: connection failed: %s", error)
             finally:
                 self._lost()
+            if wait_s >= FINAL_RETRY_S:
+                self._settled.set()
             self._unmap()
             self._stop.wait(wait_s)
 
@@ -257,8 +259,6 @@ class Link(Generic[S]):
                 level = logging.ERROR if message.final else logging.INFO
                 self._log_once(f"refused {message.error}", level, "kvprefetch: the daemon refused: %s", message.error)
                 self._log_no_epoch(f"it refused: {message.error}")
-                if message.final:
-                    self._settled.set()
                 if message.forbidden:
                     self._served = ""
                 return FINAL_RETRY_S if message.final else RETRY_S

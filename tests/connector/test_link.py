@@ -217,6 +217,16 @@ def test_a_refusal_is_said_once(server: Server, caplog: pytest.LogCaptureFixture
     assert [record.levelno for record in said] == [logging.ERROR if final else logging.INFO]
 
 
+def test_an_engine_s_start_does_not_wait_for_a_daemon_that_it_cannot_talk_to(server: Server) -> None:
+    begun = time.monotonic()
+    with linked(server.path) as link:
+        sock, _ = server.accept()
+        sock.sendall(b"nonsense")
+        link.wait()
+        sock.close()
+    assert time.monotonic() - begun < link_module.PATIENCE_S / 2
+
+
 @pytest.mark.parametrize("daemon", ["says nothing", "hangs up", "turns away"])
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
 def test_why_no_epoch_comes_is_one_warning(
