@@ -19,7 +19,7 @@ Only the first of the waiting requests is judged, and its clock starts when it g
 late: store and staging serve the queue in order.  Judged one by one, a whole queue would be recomputed.
 
 Staged blocks are loaded before the forward or beside it (`loads_beside`) by the same price: before it, the copy holds
-up every running request; beside it, only its own, by a step.
+up every running request; beside it, only its own, by a step.  A copy that the step under way hides holds up nobody.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Admin:
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
         if isinstance(query, StatusQuery):
-            count = len(self._epochs.attached())
+            count = len(self._epochs.all)
             return report.status(self._shared, self._epochs.attached(uid), count, uid, now_ns)
         return report.segments(self._epochs.attached(uid), now_ns)
 

@@ -42,7 +42,7 @@ class Epochs:
         self._joined = shared.store.is_open
         self.reservations = Reservations(shared.pools, shared.store, shared.log)
 
-    def attached(self, uid: int | None = None) -> list[Epoch]:
+    def attached(self, uid: int | None) -> list[Epoch]:
         """Return the attached epochs of this user's engines; None: of all engines."""
         return [epoch for epoch in self.all if uid in (None, epoch.engine.uid)]
 
