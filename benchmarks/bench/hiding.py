@@ -58,13 +58,12 @@ def hiding(point: Mapping[str, Any], block_bytes: int) -> dict[str, Hiding]:
 def least_mean_s(point: Mapping[str, Any]) -> Figure | None:
     """The mean time to first token if each request only waits for the later of its place and its KV: max(W, F).
 
-    W is that of the ideal in the same round. F: the link sends the prompts' KV one after the other, as requests arrive
-    or are announced.
+    W is that of the ideal in the same round. F: the link sends the prompts' KV one after the other, as requests arrive.
     None where requests do not arrive at given times, share KV or a link with other engines, or load nothing.
     """
     setting = point["setting"]
     if (
-        setting["arrivals"] not in ("open", "burst", "apart")
+        setting["arrivals"] not in ("open", "burst")
         or setting["far"] != "link"
         or setting["shared"]
         or setting["engines"] > 1
@@ -74,14 +73,13 @@ def least_mean_s(point: Mapping[str, Any]) -> Figure | None:
         return None
     ideals = [passed for passed in point["passes"] if passed["variant"] == LOCAL]
     fetch_s = setting["hit"] * point["pace"]["fetch_s"]
-    ahead_s = setting["level"] if setting["arrivals"] == "apart" else 0.0
-    return Figure.of([_least_mean_s(passed, fetch_s, ahead_s) for passed in ideals]) if ideals else None
+    return Figure.of([_least_mean_s(passed, fetch_s) for passed in ideals]) if ideals else None
 
 
-def _least_mean_s(ideal: Mapping[str, Any], fetch_s: float, ahead_s: float) -> float:
+def _least_mean_s(ideal: Mapping[str, Any], fetch_s: float) -> float:
     times = ttft_s(ideal)
     compute_s, sent_s, least = min(times), 0.0, []
     for arrived_s, ttft in sorted(zip(ideal["requests"]["arrival_s"], times, strict=True)):
-        sent_s = max(sent_s, arrived_s - ahead_s) + fetch_s
+        sent_s = max(sent_s, arrived_s) + fetch_s
         least.append(max(ttft, sent_s - arrived_s + compute_s))
     return statistics.fmean(least)

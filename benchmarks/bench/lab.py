@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import variants
-from benchmarks.bench.announcing import Announcer
 from benchmarks.bench.far import Far
 from benchmarks.bench.served import Daemon, Served, merged
-from benchmarks.bench.setting import BLOCK, MODEL, SETS, SHORT_TOKENS, Pace, Plan, Setting, plan, prompts, stored
+from benchmarks.bench.setting import BLOCK, MODEL, SETS, SHORT_TOKENS, Pace, Setting, plan, prompts, stored
 from tests.lab import process
 from tests.lab.checkpoint import make_checkpoint
 from tests.lab.engine import Engine, EngineError, EngineSpec
@@ -27,7 +25,6 @@ Say = Callable[[str], None]
 PACE_REQUESTS, PACE_TOKENS, WARM_UP = 10, 60, 4
 PASS_S = 240
 WITHOUT = "the engine goes on without it"  # the connector logs it where one of its hooks raises
-VAIN_MS = 400  # what is announced in vain is fetched by then, and takes no room any more
 
 
 class Lab:
@@ -38,7 +35,7 @@ class Lab:
 
     sets = SETS
     """Of prompts, which passes take in turn."""
-    of_local = frozenset({variants.BUSY, variants.RECOMPUTED})
+    of_local = frozenset({variants.RECOMPUTED})
     """Variants that the engine of `local` serves, too."""
 
     def __init__(
@@ -96,8 +93,6 @@ class Lab:
             wanted = known + attached
             if attached and self._far.daemon.wait_record("engine.attached", count=wanted, timeout_s=30) is None:
                 raise EngineError("an engine did not attach: " + " ".join(self._far.daemon.lines[-20:]))
-            if variants.ANNOUNCED in self._engines:
-                self._announcer = Announcer(self._far.daemon.socket, variants.ANNOUNCED)
             self._far.away(max(each.rate_mbit(1.0) for each in settings))
             if not self._partial:
                 for setting in settings:
@@ -149,10 +144,7 @@ class Lab:
                 timeout_s=PASS_S,
                 events=False,
             )
-        said = self._announce(variant, setting, asked)
         results: list[Pass] = [engine.finish(timeout_s=PASS_S + 10) for engine in engines]
-        if said is not None:
-            said.result()
         served = merged(list(zip(parts, results, strict=True)))
         served.others_cores = round(others.cores(), 2)
         engine_s, all_s, link_bytes = (now - then for now, then in zip(self._used(engines), before, strict=True))
@@ -169,15 +161,6 @@ class Lab:
                 served.daemon.add(line)
         return served
 
-    def _announce(self, variant: str, setting: Setting, asked: Plan) -> Future[None] | None:
-        """Announce the requests; for `local-busy` as many other prompts, for an engine that they never come to."""
-        if variant not in (variants.ANNOUNCED, variants.BUSY) or asked.arrivals_s is None:
-            return None
-        at_s = [at - setting.level for at in asked.arrivals_s]
-        if variant == variants.ANNOUNCED:
-            return self._announcer.begin(asked.prompts, at_s)
-        return self._announcer.begin(prompts(setting, SETS), at_s, ttl_ms=VAIN_MS)
-
     def _used(self, engines: Sequence[Engine]) -> tuple[float, float, float]:
         """So far: CPU seconds of these engines, of all our processes, and bytes received over the link."""
         link = self._far.link
@@ -186,8 +169,7 @@ class Lab:
 
     def _stored(self, settings: Sequence[Setting]) -> list[list[int]]:
         """All that the store has of these points' prompts, each once."""
-        sets = range(self.sets + (variants.BUSY in self.variants))
-        every = [prompt for setting in settings for number in sets for prompt in stored(setting, number)]
+        every = [prompt for setting in settings for number in range(self.sets) for prompt in stored(setting, number)]
         return [list(each) for each in dict.fromkeys(map(tuple, every))]
 
     def _warm_up(self) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.bench.figures import FIGURES, Figure, point_figures
 from benchmarks.bench.hiding import hiding, least_mean_s
-from benchmarks.bench.variants import ANNOUNCED, LOCAL, ON_DEMAND, OURS, RECOMPUTED, SESSIONS, ours
+from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS, RECOMPUTED, SESSIONS, ours
 
 Result = Mapping[str, Any]
 MEGABYTES = {"store_bytes", "wasted_bytes", "expired_bytes"}
@@ -133,7 +133,7 @@ def _comes_behind(result: Result) -> bool:
 
 def _mine(result: Result) -> str | None:
     ran = variants_of(result)
-    return next((name for name in (SESSIONS, OURS, ANNOUNCED, *ran) if name in ran and ours(name)), None)
+    return next((name for name in (SESSIONS, OURS, *ran) if name in ran and ours(name)), None)
 
 
 def _ratios(result: Result, mine: str, other: str) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bench.setting import Setting
-from benchmarks.bench.variants import ANNOUNCED, BUSY, DEFAULT, LOCAL, ON_DEMAND, OURS
+from benchmarks.bench.variants import DEFAULT, LOCAL, ON_DEMAND, OURS
 
 BASE = Setting()
 
@@ -91,17 +91,6 @@ PIECES = {
             lambda base, at: base.but(engines=int(at)),
             Setting(requests=24),
             variants=(LOCAL, "upstream-async", OURS),
-        ),
-        Piece(
-            "announce",
-            "What does an announcement before the request bring an engine without a queue?",
-            "announced before the arrival, s",
-            (0, 0.05, 0.1, 0.2, 0.5),
-            (0, 0.2),
-            lambda base, at: base.but(level=at),
-            # A fetch of 150 ms: 18 MB.
-            Setting(arrivals="apart", requests=8, places=1, prompt_tokens=9200, output_tokens=(8, 8), link_mbit=1000),
-            variants=(LOCAL, BUSY, ON_DEMAND, ANNOUNCED),
         ),
     )
 }

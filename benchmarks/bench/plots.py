@@ -11,12 +11,11 @@ from typing import Any
 
 from benchmarks.bench.figures import exposed_bound_s, point_figures
 from benchmarks.bench.hiding import hiding
-from benchmarks.bench.variants import BUSY, LOCAL, RECOMPUTED
+from benchmarks.bench.variants import LOCAL, RECOMPUTED
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; what loads nothing is black and grey.
 COLORS = {
     LOCAL: "black",
-    BUSY: "#555555",
     RECOMPUTED: "#999999",
     "upstream-sync": "#CC79A7",
     "upstream-async": "#D55E00",
@@ -25,7 +24,6 @@ COLORS = {
     "kvprefetch-on-demand": "#56B4E9",
     "kvprefetch": "#009E73",
     "kvprefetch-wait": "#0072B2",
-    "kvprefetch-announced": "#009E73",
 }
 BOUND = "bound: max(0, F - W)"
 # Steps of the bound's curve.

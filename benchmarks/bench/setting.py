@@ -49,11 +49,10 @@ class Setting:
     * open: the mean rate of arrivals as a share of what the engine can serve with all KV local;
     * burst: requests that come at once;
     * behind: each request comes while another one holds the only place, and waits for it `level` times as long as its
-      KV takes to fetch;
-    * apart: requests that come while the engine is idle, announced `level` seconds before where a variant announces.
+      KV takes to fetch.
     """
 
-    arrivals: Literal["closed", "open", "burst", "behind", "apart"] = "open"
+    arrivals: Literal["closed", "open", "burst", "behind"] = "open"
     level: float = 0.75
     pause: float = 0.0
     """In a closed loop: mean pause of a user, as a share of the time that a request holds its place.
@@ -185,9 +184,6 @@ def plan(setting: Setting, pace: Pace, number: int) -> Plan:
             users=users,
             pauses_s=[mean_s * pauses.uniform(*PAUSES) for _ in names],
         )
-    if setting.arrivals == "apart":
-        each_s = setting.level + pace.fetch_s + pace.place_s + REST_S
-        return Plan(asked, names, outputs, arrivals_s=[setting.level + each_s * index for index in names])
     capacity = setting.places / pace.place_s
     if setting.arrivals == "open":
         source = random.Random(5)

@@ -9,10 +9,8 @@ from benchmarks.bench.setting import Setting
 from tests.lab import connectors
 
 LOCAL, RECOMPUTED = "local", "recomputed"
-BUSY = "local-busy"  # the same engine as LOCAL, while as much is announced and fetched for another engine
 OURS = "kvprefetch"
 ON_DEMAND = "kvprefetch-on-demand"
-ANNOUNCED = "kvprefetch-announced"
 SESSIONS = "kvprefetch-sessions"  # the requests name their sessions
 UPSTREAM = ("upstream-sync", "upstream-async")
 LMCACHE = ("lmcache", "lmcache-eager")
@@ -21,13 +19,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ON_DEMAND: {"hint_on_arrival": False, "wait_policy": "wait"},
     OURS: {"wait_policy": "adaptive"},
     "kvprefetch-wait": {"wait_policy": "wait"},
-    ANNOUNCED: {"wait_policy": "wait"},
     SESSIONS: {"wait_policy": "adaptive"},
 }
-ALL = (LOCAL, BUSY, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
+ALL = (LOCAL, RECOMPUTED, *UPSTREAM, *LMCACHE, *OPTIONS)
 DEFAULT = (LOCAL, "upstream-async", ON_DEMAND, OURS)
 # They load whatever the store has, so their hits are known beforehand.
-PATIENT = {LOCAL, BUSY, *UPSTREAM, *LMCACHE, ON_DEMAND, "kvprefetch-wait"}
+PATIENT = {LOCAL, *UPSTREAM, *LMCACHE, ON_DEMAND, "kvprefetch-wait"}
 
 
 def ours(variant: str) -> bool:
@@ -37,7 +34,7 @@ def ours(variant: str) -> bool:
 
 def bare(variant: str) -> bool:
     """Whether its engine has no connector."""
-    return variant in (LOCAL, BUSY, RECOMPUTED)
+    return variant in (LOCAL, RECOMPUTED)
 
 
 def left_out(variant: str, setting: Setting, lmcache_python: Path | None) -> str | None:
@@ -58,8 +55,7 @@ def transfer(variant: str, socket: Path) -> dict[str, Any] | None:
     LMCache's comes from its server (tests/lab/lmcache.py).
     """
     if variant in OPTIONS:
-        found = connectors.ours(socket, role="kv_consumer", key_format="vllm", **OPTIONS[variant])
-        return {**found, "engine_id": variant} if variant == ANNOUNCED else found
+        return connectors.ours(socket, role="kv_consumer", key_format="vllm", **OPTIONS[variant])
     if variant in UPSTREAM:
         return connectors.upstream(role="kv_consumer", lookup_async=variant == "upstream-async")
     return None

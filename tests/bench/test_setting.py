@@ -89,16 +89,6 @@ def test_a_request_comes_level_fetches_before_the_place_is_free(level: float) ->
             assert made.arrivals_s[2 * pair + 2] > free + PACE.fetch_s + 8 * PACE.step_s
 
 
-def test_announced_requests_come_apart() -> None:
-    """The first one may be announced, and the next one's announcement comes after the last one's fetch and answer."""
-    setting = Setting(arrivals="apart", level=0.5, requests=3, places=1, prompt_tokens=80)
-    made = plan(setting, PACE, 0)
-    assert made.arrivals_s is not None
-    assert made.arrivals_s[0] == 0.5
-    for before, after in itertools.pairwise(made.arrivals_s):
-        assert after - setting.level > before + PACE.fetch_s + PACE.place_s
-
-
 def test_the_link_makes_a_fetch_a_share_of_the_place() -> None:
     setting = Setting(fetch=0.3)
     assert 8e-6 * setting.whole_bytes / setting.rate_mbit(0.5) == pytest.approx(0.15)
