@@ -23,12 +23,12 @@ from rich.table import Table
 
 from benchmarks.bench.figures import ttft_s
 from benchmarks.bench.lab import Lab
-from benchmarks.bench.plots import COLORS as LINE_COLORS
 from benchmarks.bench.runner import Runner, Say
 from benchmarks.bench.served import Served
 from benchmarks.bench.setting import Pace, Setting
 from benchmarks.bench.variants import LOCAL, ON_DEMAND, OURS, RECOMPUTED
 from benchmarks.machine import machine
+from kvprefetch.daemon.telemetry.trace_picture import explain
 from tests.lab import link, process
 from tests.lab.daemon import Record
 from tests.lab.passes import percentile
@@ -54,16 +54,6 @@ WAYS = {
     ON_DEMAND: "kvprefetch on demand",
     OURS: "kvprefetch",
     LOCAL: "all local",
-}
-TIMES = ("hint_seen", "looked_up", "first_byte", "last_byte", "visited", "claimed", "loaded")
-WORDS = {
-    "hint_seen": "the daemon read the hint",
-    "looked_up": "the store said which blocks it has",
-    "first_byte": "the first bytes were staged",
-    "last_byte": "all its KV was staged",
-    "visited": "the scheduler came to it",
-    "claimed": "the scheduler claimed it",
-    "loaded": "the engine had loaded it",
 }
 BAR_COLORS = {OURS: "green", LOCAL: "bright_black"}
 BAR_WIDTH = 14
@@ -141,39 +131,6 @@ def table(some: Sequence[Way]) -> Table:
     return shown
 
 
-def picture(some: Sequence[Way], path: Path, note: str) -> None:
-    """Write the distribution of the time to first token as a PNG: the share of requests that had one by then."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for way in some:
-        times = sorted(way.ttft_s)
-        shares = [(index + 1) / len(times) for index in range(len(times))]
-        style, width = "--" if way.variant == LOCAL else "-", 2 if way.variant == OURS else 1.3
-        color = LINE_COLORS[way.variant]
-        axes.step(times, shares, where="post", color=color, linestyle=style, linewidth=width, label=way.name)
-    axes.set_xlabel("time to first token, s")
-    axes.set_ylabel("share of requests")
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 1)
-    axes.grid(visible=True, alpha=0.25)
-    axes.set_title(note, fontsize=9)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def timeline(record: Record) -> list[str]:
-    """Return one request's trace as lines, from the daemon's ``request.done`` line, in the order of time."""
-    happened = [(float(at), name) for name in TIMES if (at := record.get(f"{name}_ms")) is not None]
-    lines = ["     0.0 ms  it arrived in the engine, which pushed the hint"]
-    lines += [f"{at:8.1f} ms  {WORDS[name]}" for at, name in sorted(happened)]
-    if (hidden := record.get("hidden_fraction")) is not None:
-        lines.append(f"{100 * float(hidden):8.1f} %   of look-up and transfer was hidden by the queue")
-    return lines
-
-
 def verdict(some: Sequence[Way]) -> list[str]:
     """By how much prefetch is below, or above, every other way that had nothing local; the last line sums it up."""
     ours = next(way for way in some if way.variant == OURS)
@@ -203,7 +160,6 @@ def measure(load: Setting, seconds: float, say: Say) -> tuple[dict[str, Any], li
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--picture", type=Path, default=process.REPO / "build" / "demo.png", help="a PNG of the result")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write settings and all figures to this file")
     parser.add_argument("--disk", action="store_true", help="the store is a slow disk, as it is without root")
     parser.add_argument(
@@ -248,10 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     loaded = sorted((each for each in lines if each.get("loaded_ms")), key=lambda each: float(each["loaded_ms"]))
     if loaded:
         middle = loaded[len(loaded) // 2]
-        print(f"\nOne prefetched request ({middle.get('request_id')}):")
-        print("\n".join(timeline(middle)))
-    picture(some, options.picture, note)
-    print(f"\nThe picture is {options.picture}.")
+        print(f"\nOne of the prefetched requests:\n\n{explain(middle)}\n")
     wrong = result["tokens"]["different"]
     print(f"FAILED: other tokens than recomputed: {', '.join(wrong)}" if wrong else "All ways gave the same tokens.")
     return 1 if wrong else 0
