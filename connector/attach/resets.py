@@ -12,15 +12,12 @@ import logging
 import uuid
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple
 
 from ..identity.weights import combined
 from ..words.metadata import OfReset, RankWeights
 from .epoch import SchedulerEpoch
 from .link import Link
-
-MAX_LABEL_BYTES = 4096
 
 log = logging.getLogger("vllm.kvprefetch")
 
@@ -47,12 +44,12 @@ class Resets:
     """`current` is replaced as a whole: the link's thread reads it for a hello.
 
     `generation`: the one that the daemon must have confirmed before anything is hinted, loaded or saved.  `step`: what
-    the workers are to know.  `label_file`: its text names the weights in the log, for people, and nowhere else.
+    the workers are to know.
     """
 
-    def __init__(self, link: Link[SchedulerEpoch], world_size: int = 1, label_file: str | None = None) -> None:
+    def __init__(self, link: Link[SchedulerEpoch], world_size: int) -> None:
         self.current, self.generation, self.step = Weights(), 0, OfReset()
-        self._link, self._file, self._world_size = link, Path(label_file) if label_file else None, world_size
+        self._link, self._world_size = link, world_size
         self._of_ranks = dict[int, RankWeights]()
         self._unproven = set[str]()  # ids that an update left as they were
         self._sent: tuple[int, Weights] | None = None
@@ -91,7 +88,7 @@ class Resets:
             ident = uuid.uuid4().hex
             what = "which no other engine has: an update left all values that are compared as they were"
         self.current, self.step = Weights(self.generation, ident), self.step._replace(agreed=True)
-        log.info("kvprefetch: reset %d: later KV has the weights %s%s, %s", self.generation, ident, self._label(), what)
+        log.info("kvprefetch: reset %d: later KV has the weights %s, %s", self.generation, ident, what)
 
     def tell(self, epoch: SchedulerEpoch | None) -> None:
         """Send the current weights to the daemon, once in an epoch, without waiting for the answer."""
@@ -99,16 +96,3 @@ class Resets:
             return
         if self._link.send_reset(*self.current):
             self._sent = epoch.number, self.current
-
-    def _label(self) -> str:
-        """Return the file's text for the log."""
-        if self._file is None:
-            return ""
-        try:
-            with self._file.open("rb") as file:
-                return f" ({file.read(MAX_LABEL_BYTES).strip().decode(errors='replace')!r})"
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            log.warning("kvprefetch: weights_file cannot be read: %s: weights_file=%s", error.strerror, self._file)
-            return ""

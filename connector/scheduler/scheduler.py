@@ -82,7 +82,7 @@ class SchedulerSide:
         self._pass_before = Pass()
         # Those that a step in flight may have admitted: that step's number - 1, their hashes, and vLLM's blocks.
         self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
-        self.resets = Resets(link, geometry.world_size, config.weights_file)
+        self.resets = Resets(link, geometry.world_size)
         self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
         self._epoch: SchedulerEpoch | None = None
         self._saving = geometry.saves and config.mode == "on"

@@ -14,7 +14,10 @@ from ...shmring.wire.control_socket import DAEMON_USER, check_socket_path
 log = logging.getLogger("vllm.kvprefetch")
 Policy = Literal["best_effort", "wait", "timeout", "adaptive"]
 # Former keys, with the reason: each is a warning for a release.
-GONE = {"reset_timeout_ms": "a reset is confirmed at once"}
+GONE = {
+    "reset_timeout_ms": "a reset is confirmed at once",
+    "weights_file": "the log names the weights by a digest of what they are",
+}
 
 
 def _check_user(value: object) -> object:
@@ -89,12 +92,6 @@ class ConnectorConfig(BaseModel):
     )
     cache_prefix: str = Field(
         default="", max_length=256, description="put before every key, as upstream's option of this name"
-    )
-    weights_file: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=4096,
-        description="a file whose text names the weights in the log after a reset; it is in no key",
     )
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
@@ -79,33 +78,6 @@ def test_reports_of_an_earlier_reset_say_nothing() -> None:
     engine.side.outputs(late)
     assert len(engine.link.resets) == 2
     assert not engine.side.resets.step.agreed
-
-
-def test_a_name_is_in_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same name for other weights, and another for the same: the log has it, for people."""
-    file = tmp_path / "weights"
-    one, other = Engine(weights_file=str(file)), Engine(weights_file=str(file))
-    file.write_text("step 7\n")
-    with caplog.at_level(logging.INFO, "vllm.kvprefetch"):
-        named = id_after(one, b"a")
-        assert id_after(other, b"b") != named
-        file.write_text("step 8")
-        assert id_after(one, b"a") == named
-    assert [text for text in ("'step 7'", "'step 8'") if text in caplog.text] == ["'step 7'", "'step 8'"]
-
-
-@pytest.mark.parametrize("content", ["x" * 5000, None, b"\xff"])
-def test_a_file_with_anything_else_in_it_harms_nothing(
-    tmp_path: Path, content: str | bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "weights"
-    if content is None:
-        file.mkdir()
-    else:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with caplog.at_level(logging.WARNING, "vllm.kvprefetch"):
-        assert id_after(Engine(weights_file=str(file)), b"a") == id_after(Engine(), b"a")
-    assert bool(caplog.records) is (content is None)
 
 
 def test_an_update_that_changed_no_value_that_is_compared_gives_an_id_of_its_own(
