@@ -19,7 +19,6 @@ from vllm.v1.engine.core import EngineCore
 
 from kvprefetch.connector import examine
 from kvprefetch.connector.engine import compat
-from kvprefetch.connector.request import reported
 from kvprefetch.connector.scheduler import early
 from kvprefetch.connector.scheduler.early import ADOPTED_WITHIN_NS
 from kvprefetch.kv.groups import Group, Groups, Kind
@@ -329,33 +328,6 @@ def test_the_engine_core_hands_requests_over_as_they_come(monkeypatch: pytest.Mo
     for other in (None, SimpleNamespace(scheduler_side=None), SimpleNamespace(scheduler_side=7)):
         connector = other
         assert EngineCore.preprocess_add_request(core, request) == (request, 7), "whatever we do"
-
-
-def test_a_call_to_the_workers_makes_loads_asynchronous_until_a_step_has_reported(
-    monkeypatch: pytest.MonkeyPatch, make: Make
-) -> None:
-    """Weights change in another process then. So it is before the first step, and where vLLM does not say."""
-    calls: list[Any] = []
-    monkeypatch.setattr(EngineCore, "collective_rpc", lambda core, *call: calls.append(call) or 7)
-    engine = make(in_flight=2, load_mode="sync")
-    assert reported.install(), "twice is once"
-    core: Any = SimpleNamespace(scheduler=engine.scheduler)
-
-    def loads_beside(name: str) -> bool:
-        engine.add(name, 3 * BLOCK)
-        engine.stage(name, 2)
-        engine.schedule()
-        asynchronous: bool = engine.orders()[-1].asynchronous
-        engine.run()
-        return asynchronous
-
-    assert [loads_beside(name) for name in "ab"] == [True, False]
-    assert EngineCore.collective_rpc(core, "update_weights", None) == 7
-    assert [loads_beside(name) for name in "cd"] == [True, False]
-    assert calls == [("update_weights", None)]
-    monkeypatch.delattr(EngineCore, "collective_rpc")
-    engine = make(in_flight=2, load_mode="sync")
-    assert [loads_beside(name) for name in "ab"] == [True, True]
 
 
 def test_a_child_of_vllms_multiconnector_hints_early(make: Make) -> None:

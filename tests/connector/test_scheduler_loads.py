@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.core import EngineCore
+
+from kvprefetch.connector.request import reported
 from kvprefetch.shmring.wire.records import FlagState, Outcome
 
 from .fakes import BLOCK, BLOCK_BYTES, MS, Engine
+from .real import RealEngine
 from .reports import Blocks
 from .waiting import TOKEN_MS, measured
 
@@ -191,3 +198,30 @@ def test_a_load_says_what_computing_its_blocks_would_have_taken() -> None:
         engine.daemon.drain()
         assert engine.daemon.dones[-1].loaded_blocks == 10
         assert engine.daemon.dones[-1].spared_ns == pytest.approx(spared_ns, rel=0.1)
+
+
+def test_a_call_to_the_workers_makes_loads_asynchronous_until_a_step_has_reported(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., RealEngine]
+) -> None:
+    """Weights change in another process then. So it is before the first step, and where vLLM does not say."""
+    calls: list[Any] = []
+    monkeypatch.setattr(EngineCore, "collective_rpc", lambda core, *call: calls.append(call) or 7)
+    engine = make(in_flight=2, load_mode="sync")
+    assert reported.install(), "twice is once"
+    core: Any = SimpleNamespace(scheduler=engine.scheduler)
+
+    def loads_beside(name: str) -> bool:
+        engine.add(name, 3 * BLOCK)
+        engine.stage(name, 2)
+        engine.schedule()
+        asynchronous: bool = engine.orders()[-1].asynchronous
+        engine.run()
+        return asynchronous
+
+    assert [loads_beside(name) for name in "ab"] == [True, False]
+    assert EngineCore.collective_rpc(core, "update_weights", None) == 7
+    assert [loads_beside(name) for name in "cd"] == [True, False]
+    assert calls == [("update_weights", None)]
+    monkeypatch.delattr(EngineCore, "collective_rpc")
+    engine = make(in_flight=2, load_mode="sync")
+    assert [loads_beside(name) for name in "ab"] == [True, True]
