@@ -200,7 +200,6 @@ def verdict(version: str) -> str:
 
 
 def check() -> str:
-    """The `verdict` on the installed vLLM."""
     return verdict(running_version())
 
 

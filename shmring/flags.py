@@ -109,7 +109,6 @@ class FlagTable(Flags[Flag]):
         return self
 
     def load(self, index: int) -> int:
-        """Return the flag word, by one acquire load."""
         # SYNC flag: slot table and found word visible with the count
         # SYNC slots: slots read before they are given up
         return self._words.load_acquire(index * _WORDS_PER_LINE)

@@ -143,7 +143,6 @@ class Layout:
 
 
 def pages_of(blocks: int) -> int:
-    """Return how many pages a slot table of so many blocks takes."""
     return -(-blocks // PAGE_ENTRIES)
 
 

@@ -77,7 +77,6 @@ class DeviceCache:
         self._ending.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until everything was given back."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

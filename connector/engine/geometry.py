@@ -90,7 +90,6 @@ def rules_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
 
 
 def drafted_tokens(vllm_config: VllmConfig) -> int:
-    """Return how many tokens a step drafts at most."""
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
@@ -102,6 +101,5 @@ def pp_rank(vllm_config: VllmConfig) -> int:
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Whether this engine publishes KV events."""
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events

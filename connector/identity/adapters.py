@@ -88,7 +88,6 @@ class Adapters:
 
     @classmethod
     def of_engine(cls, vllm_config: Any, geometry: Geometry) -> Adapters:
-        """The adapters of an engine with this configuration."""
         lora = vllm_config.lora_config
         return cls(
             geometry.world_size,

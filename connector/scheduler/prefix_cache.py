@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class PrefixCache(LocalCache):
-    """The engine's own prefix cache."""
-
     def __init__(self, manager: KVCacheManager, groups: Groups) -> None:
         self._manager, self._pool = manager, manager.block_pool
         self._ratio = groups.groups[groups.first_full].block_tokens // groups.hash_tokens

@@ -63,7 +63,6 @@ def parse(kv_hints: Any, kv_transfer_params: Any) -> RequestHints:
 
 
 def _payloads(name: str, envelope: Any, bad: dict[str, str]) -> Iterator[Mapping[Any, Any]]:
-    """Yield the payloads of the known actions."""
     actions = _field(envelope, "actions")
     if not isinstance(actions, list | tuple):
         bad[name] = f"should be an object with a list of actions: {name}={shown(envelope)}"

@@ -79,8 +79,6 @@ class PlainCopies:
 
 
 class TorchStreams:
-    """The streams of the GPU that the paged cache is on."""
-
     def __init__(self, device: Any) -> None:
         self._device = device
         # Higher priority than torch's own stream: its few blocks of threads do not wait for all those of the forward,

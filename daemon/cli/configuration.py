@@ -120,7 +120,6 @@ def run_init(arguments: Arguments) -> int:
 
 
 def as_toml(effective: Effective) -> list[str]:
-    """Return the lines of a TOML file with this configuration."""
     lines = []
     for name in DaemonConfig.model_fields:
         setting = _setting(effective, name)

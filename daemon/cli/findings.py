@@ -65,7 +65,6 @@ def commit(root: Path = Path(__file__).parents[2]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions by distribution name."""
     ours = f"{__version__} {commit()}".rstrip()
     found = {"kvprefetch": ours, "python": platform.python_version(), "kernel": platform.release()}
     for name in (*window.DISTRIBUTIONS, *OTHERS):
@@ -89,7 +88,6 @@ def libraries(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def lacks(check: str, config: DaemonConfig) -> Iterator[Finding]:
-    """Yield what the machine lacks for the daemon to start or to work well."""
     for each in shortages(config):
         if each.check == check:
             yield Finding(each.level, each.what, each.advice)
@@ -223,7 +221,6 @@ def disk(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def master(config: DaemonConfig) -> Iterator[Finding]:
-    """Look whether this configuration's master is there."""
     if config.mooncake_config is None:
         yield ok("embedded store: the daemon starts its own master on loopback")
         return
@@ -264,7 +261,6 @@ def gpu(config: DaemonConfig) -> Iterator[Finding]:
 
 
 def store(config: DaemonConfig) -> Iterator[Finding]:
-    """Put, look up, get and remove a value."""
     where = "the cluster" if config.mooncake_config is not None else "a private store of its own"
     found = next(measure.store(config, "trip"), {"failed": "no answer"})
     if "failed" in found:

@@ -47,7 +47,6 @@ class HelpPage:
 
     @property
     def statuses(self) -> dict[int, str]:
-        """Return the meaning of each exit status, in order."""
         return dict(sorted((EXITS | dict(self.exits)).items()))
 
 

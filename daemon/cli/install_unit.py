@@ -168,7 +168,6 @@ def write(target: Path, text: str) -> None:
 
 
 def next_steps(user: bool, activation: bool) -> list[str]:
-    """Return the commands that put the files to use."""
     if user:
         return ["systemctl --user daemon-reload", "systemctl --user enable --now kvprefetchd"]
     unit = "kvprefetchd.socket" if activation else "kvprefetchd"

@@ -54,7 +54,6 @@ ALIASES = {"warm": "prefetch"}  # names of earlier releases
 
 
 def build() -> CommandGroup:
-    """Return the command with all commands."""
     text = "print version, commit, protocol, and the libraries' versions"
     version = click.Option(
         ["-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help=text

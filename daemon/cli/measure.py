@@ -38,7 +38,6 @@ def measured(config: DaemonConfig, seconds: float) -> Iterator[Found]:
 
 
 def summary(found: Found) -> Found:
-    """Return the percentiles of the times, nearest rank, and the rates."""
     times, seconds = sorted(found["ms"]), found["seconds"]
     p50, p99 = (times[math.ceil(len(times) * share) - 1] for share in (0.5, 0.99))
     row = {"what": printable(found["what"]), "count": len(times), "p50_ms": p50, "p99_ms": p99}
@@ -47,7 +46,6 @@ def summary(found: Found) -> Found:
 
 
 def words(row: Found) -> str:
-    """Return a row in words."""
     rate = f", {size(row['bytes_per_second'])}/s" if "bytes_per_second" in row else ""
     p50, p99, count = (number(row[name]) for name in ("p50_ms", "p99_ms", "per_second"))
     return f"{row['what']}: p50 {p50} ms, p99 {p99} ms, {count} a second{rate}"

@@ -82,7 +82,6 @@ class Reuse:
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of all blocks."""
         return self._sum(len(self._sizes) - 1)
 
     def found(self, store_tokens: float) -> int:

@@ -183,7 +183,6 @@ def run_stat(arguments: Arguments) -> int:
 
 
 def run_command(arguments: Arguments) -> int:
-    """Send `mode` or `reload`, and print the daemon's report."""
     client, mode = Client(arguments.socket), getattr(arguments, "mode", None)
     report = client.reload() if mode is None else client.mode(mode)
     print(printable(report.text))

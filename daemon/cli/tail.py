@@ -252,7 +252,6 @@ def to_the_end(arguments: Arguments) -> Iterator[None]:
 
 
 def wanted(record: Record, arguments: Arguments) -> bool:
-    """Whether all filters that were given let the record through."""
     event, level = record["event"], arguments.level
     waited_ms = pretty.figure(record, "exposed_ms") or 0.0
     return (

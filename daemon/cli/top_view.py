@@ -49,7 +49,6 @@ class View:
     over: bool = False
 
     def press(self, key: str) -> View:
-        """Return the view after a key."""
         if self.typing:
             if key in "\r\n":
                 return replace(self, typing=False)

@@ -16,7 +16,6 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 

@@ -176,7 +176,6 @@ class DaemonConfig(BaseModel):
 
     @property
     def door_socket(self) -> Path:
-        """Return the path of the door's Unix socket."""
         return door_socket(self.socket)
 
     @property

@@ -20,7 +20,6 @@ class Budget:
     _used: dict[int, tuple[float, int]] = field(default_factory=dict)  # by user: how much counts, and when it did
 
     def left(self, uid: int, now_ns: int) -> float:
-        """Return how much this user may take now."""
         return max(0.0, self.burst - self._level(uid, now_ns))
 
     def take(self, uid: int, wanted: int, now_ns: int) -> bool:

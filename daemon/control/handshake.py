@@ -104,7 +104,6 @@ class Handshake:
             self._groups.pop(group.key, None)
 
     def has_engines(self) -> bool:
-        """Whether a process of an engine is there, attached or not yet."""
         return bool(self._groups)
 
     def end(self, epoch: Epoch, ending: Ending) -> None:
@@ -263,7 +262,6 @@ class Handshake:
         self._dissolve(group, Ending.ENGINE_GONE)
 
     def _dissolve(self, group: EngineGroup, ending: Ending) -> None:
-        """End a group's epoch and its connections."""
         if self._groups.get(group.key) is group:  # its processes may be back already, as another group
             del self._groups[group.key]
         if group.epoch is not None:

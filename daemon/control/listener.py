@@ -137,7 +137,6 @@ def take_away(path: Path, bound: os.stat_result) -> None:
 
 
 def is_at(path: Path, bound: os.stat_result) -> bool:
-    """Whether the socket file that was `bound` is there."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), bound)
     except OSError:

@@ -54,7 +54,6 @@ class Control:
         return self._door
 
     def listen_on(self, sock: socket.socket) -> None:
-        """Accept on this socket instead of the one before."""
         self._connections.listen_on(sock, access_of(sock, self._shared.config))
 
     def ready(self, fds: list[int], now_ns: int) -> None:

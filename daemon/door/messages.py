@@ -15,8 +15,6 @@ MAX_ANSWERS = 16_384  # of one user, kept, over or not: an answer has about a ki
 
 @dataclass(eq=False)
 class Message:
-    """One message of one caller."""
-
     message_id: str
     caller: int
     body: bytes  # its digest
@@ -74,7 +72,6 @@ class Messages:
             return self._last
 
     def note(self, outcome: AnnounceStep) -> None:
-        """Note what became of an announcement."""
         with self._changed:
             if (at := self._numbers.get(outcome.number)) is None:
                 return

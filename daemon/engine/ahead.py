@@ -69,7 +69,6 @@ class _Announcement:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all its digests."""
         return self.order.hashes * self.order.hash_bytes
 
     def ends_with(self, digest: bytes, beyond: int) -> bool:

@@ -153,7 +153,6 @@ class DeviceStaging:
             return ""
 
     def _queue(self, number: int, rank: _Rank, slots: Sequence[tuple[int, int]]) -> Stream:
-        """Queue a rank's copies; return their stream."""
         assert rank.stream is not None
         assert self._host is not None
         for host, device in slots:

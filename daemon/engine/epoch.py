@@ -269,7 +269,6 @@ class Epoch(EngineCalls):
         self.channel.free(key)  # last: the engine may use the flag again at once
 
     def _count_device(self, request: Request, loaded: Sequence[range]) -> None:
-        """Count the blocks that the engine loaded from device slots."""
         named = [range(each.start, min(each.stop, request.published)) for each in loaded]
         if self.memory.device is not None:
             count = sum(self.channel.on_device(request.key, each) for each in named if each)

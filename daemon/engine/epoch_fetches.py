@@ -20,14 +20,11 @@ _LANES = tuple(lane.name.lower() for lane in Lane)
 
 
 class Fetches:
-    """Starts fetches, and takes their ends."""
-
     def __init__(self, parts: EpochParts, engine: EngineCalls) -> None:
         self._parts, self._services, self._engine = parts, parts.services, engine
         self._gets: dict[int, Get] = {}  # of the fetches that did not return, by the order's number
 
     def start(self, order: Order) -> None:
-        """Start the store call of an order."""
         get = self._gets[order.number] = Get()
         blocks = list(zip(order.digests, order.slots, strict=True))
         run = partial(transfers.fetch, self._services.store, self._parts.ranks, blocks, get=get)

@@ -60,7 +60,6 @@ class EngineInfo(NamedTuple):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Return the size of each rank's part of a block."""
         return [worker.block_bytes for worker in self.workers]
 
 
@@ -128,7 +127,6 @@ class EngineMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Return the size of staging and control segment."""
         return self.staging.size_bytes + self.layout.total_bytes
 
     @property

@@ -150,7 +150,6 @@ class Reservations:
         ]
 
     def next_done(self) -> Reserved | None:
-        """Return a reservation that ended."""
         return self._done.popleft() if self._done else None
 
     def close(self) -> bool:

@@ -106,11 +106,9 @@ class HostStaging:
         return not self.held
 
     def addresses(self, slot: int) -> list[int]:
-        """Return where the slot begins, per rank."""
         return [each.address + slot * size for each, size in zip(self.segments, self.block_bytes, strict=True)]
 
     def sum_addresses(self, slot: int) -> list[int]:
-        """Return where the slot's checksum is, per rank."""
         ends = zip(self.segments, self.block_bytes, strict=True)
         return [each.address + self.slot_count * size + slot * self.sum_bytes for each, size in ends]
 

@@ -58,7 +58,6 @@ class BlockTable:
         return run
 
     def runs(self, slots: Sequence[int]) -> Iterator[Run]:
-        """Yield the runs that these slots consist of."""
         start = 0
         while start < len(slots):
             run = self.at(slots[start])
@@ -92,7 +91,6 @@ class BlockTable:
 
     @property
     def free(self) -> int:
-        """Return how many slots no block is in."""
         return len(self._free)
 
     def take_slots(self, most: int, taker: Request) -> array[int]:
@@ -135,7 +133,6 @@ class BlockTable:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def pin(self, run: Run, number: int) -> None:
-        """Add this request's pin."""
         if run.pins == 0:
             self.pinned += len(run.slots)
             if not run.in_call:
@@ -145,7 +142,6 @@ class BlockTable:
         self._change_pins(run, 1, number)
 
     def unpin(self, slots: Sequence[int], number: int) -> None:
-        """Remove this request's pins of these slots."""
         self.cut(slots[0])
         self.join(slots, 0, len(slots))
         for run in reversed(list(self.runs(slots))):  # a prompt's last blocks are the first to make room
@@ -167,7 +163,6 @@ class BlockTable:
                 del self.sole[run.holders]
 
     def staged(self, run: Run) -> None:
-        """Note that its blocks have arrived."""
         run.state, run.unloaded = BlockState.STAGED, True
         self._count_sole(run, len(run.slots))
         if (request := run.first_requester) is not None:
@@ -176,7 +171,6 @@ class BlockTable:
             run.first_requester = None
 
     def failed(self, run: Run, failure: Failure | None) -> None:
-        """Note that its blocks will not come."""
         run.state, run.first_requester, run.failure = BlockState.FAILED, None, failure
         self.detach(run)
 
@@ -305,7 +299,6 @@ class BlockTable:
     # --- what others see --------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
-        """Count slots."""
         return {
             "slots": self.slot_count,
             "slots_free": len(self._free),

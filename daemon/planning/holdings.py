@@ -102,7 +102,6 @@ class Holdings:
             self.room -= 1
 
     def hold(self, request: Request, run: Run) -> None:
-        """Pin the request's next run."""
         self._blocks.pin(run, request.sequence)
         if request.announced is None:
             run.ahead_until_ns = 0

@@ -14,8 +14,6 @@ from .requests import Key, Request
 
 
 class Tables(Protocol):
-    """The slot tables."""
-
     def move(self, key: Key, entries: Sequence[tuple[int, int]]) -> bool:
         """Write (block, slot) entries over those of an unclaimed request; False if it is claimed or gone."""
 

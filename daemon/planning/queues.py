@@ -81,7 +81,6 @@ class Queues:
         self.ready[:], self.starving[:] = map(bool, self._heaps), (False, False)
 
     def starved(self, lane: Lane) -> bool:
-        """Whether this lane waits for room."""
         return self.starving[lane] and self.head(lane) is not None
 
     def must_yield(self, lane: Lane, urgency: Urgency) -> bool:

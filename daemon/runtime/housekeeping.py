@@ -54,7 +54,6 @@ class Housekeeping:
             self._publish(now_ns)
 
     def _publish(self, now_ns: int) -> None:
-        """Show the numbers."""
         self._notifier.status(self.summary())
         shared = self._shared
         self._backend.describe(shared.snapshot)

@@ -27,7 +27,6 @@ class Shortage(NamedTuple):
 
 
 def wanted_bytes(config: DaemonConfig) -> int:
-    """Return the memory for one engine's staging and the embedded store."""
     return config.staging + (0 if config.mooncake_config is not None else config.memory)
 
 

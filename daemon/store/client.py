@@ -85,7 +85,6 @@ class Store(Connection):
 
     @property
     def aside(self) -> frozenset[str]:
-        """The storage nodes that nobody asks now."""
         return self._nodes.aside()
 
     def register(self, address: int, length: int) -> None:

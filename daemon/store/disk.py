@@ -109,7 +109,6 @@ class Disk:
                 self._log.info("disk.recovered")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that Mooncake reads."""
         found = {
             "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
             "BUCKET_KEYS_LIMIT": "1",

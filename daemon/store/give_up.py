@@ -20,7 +20,6 @@ Move = Callable[[list[str], list[Any], list[Any]], list[int]]
 
 
 def clocks_ns() -> tuple[int, int]:
-    """Return CLOCK_MONOTONIC and CLOCK_REALTIME, in nanoseconds."""
     return time.monotonic_ns(), time.time_ns()
 
 

@@ -63,7 +63,6 @@ class _Node:
         return self.ns / self.sent if self.sent else 0.0
 
     def takes_ns(self, size: int) -> float:
-        """Return the predicted time of so many bytes."""
         return min(size * self.ns_per_byte, _MOST_NS)
 
 

@@ -37,8 +37,6 @@ _Size = Annotated[int, BeforeValidator(size_of)]
 
 
 class _File(Packet):
-    """The keys of the JSON file."""
-
     metadata_server: Annotated[str, AfterValidator(addresses.metadata)] = addresses.P2P
     master_server_address: Annotated[str, AfterValidator(addresses.master)]
     protocol: Annotated[str, AfterValidator(_protocol)] = "rdma"

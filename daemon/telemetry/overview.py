@@ -172,7 +172,6 @@ def others(status: Status) -> list[str]:
 
 
 def refused(status: Status) -> list[str]:
-    """Return a line for each engine or process that the daemon refuses."""
     lines = []
     for each in status.refused:
         engine = f"engine {each['engine']}, " if each.get("engine") else ""
@@ -182,7 +181,6 @@ def refused(status: Status) -> list[str]:
 
 
 def waiting(status: Status) -> list[str]:
-    """Return a line for each engine that said hello and is not attached."""
     lines = []
     for each in status.waiting:
         who = f"engine {each.get('engine', '?')}, pid {each.get('pid', '?')}, user {_user(count(each, 'uid'))}"

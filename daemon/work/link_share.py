@@ -49,7 +49,6 @@ class LinkShare:
         return self._saved <= SHARE * could_move
 
     def loaded(self, count: int) -> None:
-        """Enter the bytes that a fetch brought."""
         self._loaded += count
 
     def started(self, count: int, now_ns: int) -> None:

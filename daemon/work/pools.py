@@ -189,7 +189,6 @@ class Pools:
         self.link_share = LinkShare()
 
     def start(self, call: Call) -> None:
-        """Run the call on a thread of its kind."""
         self._pools[call.kind].submit(call)
 
     def fetch_room(self, lane: Lane, engine: EngineCalls) -> bool:

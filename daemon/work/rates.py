@@ -29,13 +29,11 @@ class Meter:
         self.known: dict[str, float] = {}
 
     def began(self, now_ns: int) -> None:
-        """Enter a call."""
         if not self._in_flight:
             self._since_ns = now_ns
         self._in_flight += 1
 
     def add(self, count: int) -> None:
-        """Enter the bytes that a call moved."""
         self._bytes += count
 
     def ended(self, now_ns: int) -> None:

@@ -58,7 +58,6 @@ def _skew(theirs: object, version: object) -> str:
 
 
 def send_message(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Send one packet, with descriptors beside it."""
     socket.send_fds(sock, [encode_message(message)], list(fds))
 
 

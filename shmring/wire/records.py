@@ -54,8 +54,6 @@ class FlagState(enum.IntEnum):
 
 
 class RecordKind(enum.IntEnum):
-    """Kinds of hint-ring records."""
-
     HINT = 1
     ASK = 2
     DONE = 3
