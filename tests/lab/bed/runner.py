@@ -42,6 +42,9 @@ class _Output(AsyncModelRunnerOutput):
             time.sleep(left / 1e9)
         return self._output
 
+    def get_kv_connector_output(self) -> Any:
+        return self._output.kv_connector_output
+
 
 class Runner(LoRAModelRunnerMixin):
     """In the place of a model runner; `second`: with the hooks of Model Runner V2."""
@@ -188,7 +191,7 @@ class Runner(LoRAModelRunnerMixin):
             num_tokens=output.total_num_scheduled_tokens,
         )
         with set_forward_context(None, self._config):
-            self._connector.pre_forward(output, batch)
+            self._connector.pre_forward(output, input_batch=batch)
             plan = self._forward(output)
         self._connector.finish_forward()
         self._step = output, plan, self._launch(output, plan), None

@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from tests.lab.bed import layouts, loads
@@ -30,8 +30,9 @@ from tests.lab.bed.timeline import Timeline
 
 def install() -> None:
     """Let a CPU engine schedule asynchronously, cache prefixes and have Model Runner V2, as asked. Once per process."""
-    vllm_config: Any = sys.modules[VllmConfig.__module__]
-    vllm_config.HAS_TRITON = True  # read to choose a model runner, which here compiles nothing
+    readers: list[Any] = [sys.modules[VllmConfig.__module__], gpu_worker]
+    for module in readers:
+        module.HAS_TRITON = True  # read to choose a model runner, which here compiles nothing
     platform: Any = CpuPlatform
     original = platform.check_and_update_config.__func__
     if hasattr(original, "around"):
@@ -71,7 +72,7 @@ class Worker(CPUWorker):
     def init_device(self) -> None:
         self.device = torch.device("cpu")
         os.environ["VLLM_DIST_IDENT"] = self.distributed_init_method.split(":")[-1].rsplit("/", 1)[-1]
-        init_worker_distributed_environment(
+        gpu_worker.init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
         set_random_seed(self.model_config.seed)
