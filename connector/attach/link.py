@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
@@ -136,13 +137,17 @@ class Link(Generic[S]):
     # --- reset ------------------------------------------------------------------------------------------------------
 
     def send_reset(self, generation: int, weights: str) -> bool:
-        """Ask for a reset without waiting; False when there is no daemon to ask. A hello also has the last one."""
+        """Ask for a reset without waiting; False where no daemon takes it now. A hello also has the last one."""
         sock = self._sock
         if sock is None or self.epoch is None:
             return False
         try:
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            if not poll.poll(0):  # it reads nothing, and the socket is full
+                return False
             send_message(sock, Reset(reset_generation=generation, weights=weights))
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the thread has just closed it
             return False
         return True
 

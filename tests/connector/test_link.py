@@ -287,6 +287,17 @@ def test_a_reset_is_confirmed_by_its_own_reply(server: Server, scheduler: Link[S
         eventually(lambda generation=generation: scheduler.confirmed_reset == generation, what="the reply")
 
 
+def test_a_daemon_that_stands_still_holds_up_no_reset(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "BEAT_S", 10.0)
+    with linked(server.path) as link:
+        server.attached()
+        eventually(lambda: link.epoch is not None)
+        begun = time.monotonic()
+        while link.send_reset(1, "1" * 32):
+            """It reads none of them, and at last the socket takes no more."""
+        assert time.monotonic() - begun < 5
+
+
 def test_an_attachment_confirms_the_reset_that_its_hello_names(server: Server, scheduler: Link[SchedulerEpoch]) -> None:
     """And no later one, however many the epoch before had confirmed."""
     hello = scheduler.hello()
