@@ -17,6 +17,9 @@ from ..engine.steps import StepTimes
 from .request_state import SAVING, RequestState
 
 SHARE = 0.75
+# No step counts for more: one that took seconds (a kernel that is compiled, a process that stood still) is in the
+# averages for a while, and the next ones do not take as long.
+LONGEST_NS = 500_000_000
 LAUNCH_NS = 2_000_000  # from the end of a pass to the launch of its step; the step under way ends later than that
 PAUSED_STEPS = (64, 8192)  # the first pause, and the longest
 
@@ -47,7 +50,7 @@ class Slack:
             return 0.0
         if any(each.phase >= SAVING for each in self.grammars):
             return 0.0
-        return began_ns + SHARE * duration_ns - LAUNCH_NS
+        return began_ns + SHARE * min(duration_ns, LONGEST_NS) - LAUNCH_NS
 
     @property
     def hides(self) -> bool:

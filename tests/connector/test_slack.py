@@ -176,6 +176,16 @@ def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
     assert slack.until_ns(state) == 1200 * MS + SHARE * steps.decode_ns - LAUNCH_NS
 
 
+def test_a_step_of_a_minute_has_no_later_pass_wait_as_long() -> None:
+    """The first one compiles kernels, or the process stood still: the averages say that the next takes a minute, too."""
+    steps = StepTimes()
+    slack, state = slack_of(steps)
+    steps.began(0, 0, executed=True)
+    steps.ended(60_000 * MS)
+    steps.began(60_000 * MS, 2000, executed=True)
+    assert slack.until_ns(state) <= 60_500 * MS
+
+
 def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied() -> None:
     steps = StepTimes()
     slack = Slack(steps, allowed=True, overlap=True)
