@@ -80,11 +80,15 @@ class Leases:
     def wait(self, request: Request, asked_ns: int) -> None:
         """Ask for what this request waits for half a lease after it was asked for, again and again until it ends."""
         heapq.heappush(self._due, (asked_ns + self._again_ns, request.sequence, request.key))
+        if len(self._due) > 4 * len(self._requests) + 64:  # most are of requests that ended while nothing was asked
+            self._due = sorted(each for each in self._due if self._request(*each[1:]) is not None)
 
     def keep(self, session: bytes, now_ns: int) -> None:
         """Ask for the prompt that this session just came with, and again until it is not likely to come any more."""
         at_ns = now_ns + min(SETTLED_NS, self._again_ns)
         heapq.heappush(self._kept, (at_ns, self._sessions.arrivals, session))
+        if len(self._kept) > 4 * len(self._sessions) + 64:
+            self._kept = sorted(filter(self._sessions.lives, self._kept))
 
     def lately(self, prefix: bytes, now_ns: int) -> bool:
         """Whether all of a prefix, by the name of its last block, was asked for within half a lease."""
@@ -163,12 +167,11 @@ class Leases:
         """Return blocks that the most urgent request waits for, of those that are due."""
         while self._due and self._due[0][0] <= now_ns:
             _, number, key = heapq.heappop(self._due)
-            if (found := self._requests.get(key)) is not None and found.sequence == number:
+            if (found := self._request(number, key)) is not None:
                 heapq.heappush(self._ranked, (found.urgency, now_ns, 0, key))
         while self._ranked:
             urgency, since_ns, start, key = heapq.heappop(self._ranked)
-            request = self._requests.get(key)
-            if request is not None and request.sequence == urgency[-1]:
+            if (request := self._request(urgency[-1], key)) is not None:
                 since_ns, start = since_ns if start else now_ns, max(start, request.issued)
                 stop = min(start + most, request.limit) if request.wants_work else start
                 if start < stop:
@@ -176,6 +179,11 @@ class Leases:
                     return Part(request.digests(start, stop), self._resets, request=request, start=start)
                 self.wait(request, since_ns)
         return None
+
+    def _request(self, number: int, key: Key) -> Request | None:
+        """Return the request of this number, unless it has ended."""
+        found = self._requests.get(key)
+        return found if found is not None and found.sequence == number else None
 
     def put(self, names: Sequence[bytes]) -> None:
         """Note that a put of these blocks has ended: a question that went out before cannot say that they are lost."""

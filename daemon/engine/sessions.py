@@ -183,7 +183,7 @@ class Sessions:
 
         None once another request came, or none is likely to come.
         """
-        if not self._lives((0, number, session)) or now_ns >= (each := self._known[session]).until_ns:
+        if not self.lives((0, number, session)) or now_ns >= (each := self._known[session]).until_ns:
             return None
         hashes, size = each.chain
         return names_of_prefix(self._groups, hashes, size, each.chain.blocks(self._groups)), size + 1
@@ -196,9 +196,10 @@ class Sessions:
     def _push(self, at_ns: int, number: int, session: bytes) -> None:
         heapq.heappush(self.due, (at_ns, number, session))
         if len(self.due) > 4 * MAX_SESSIONS:
-            self.due = sorted(entry for entry in self.due if self._lives(entry))
+            self.due = sorted(entry for entry in self.due if self.lives(entry))
 
-    def _lives(self, entry: tuple[int, int, bytes]) -> bool:
+    def lives(self, entry: tuple[int, int, bytes]) -> bool:
+        """Whether the request of this number, between a time and its session, is still the session's newest one."""
         each = self._known.get(entry[2])
         return each is not None and each.number == entry[1]
 
@@ -206,7 +207,7 @@ class Sessions:
         """Return a session whose time has come; entries of its older requests are dropped."""
         while self.due and self.due[0][0] <= now_ns:
             entry = heapq.heappop(self.due)
-            if self._lives(entry):
+            if self.lives(entry):
                 return entry[2], self._known[entry[2]]
         return None
 

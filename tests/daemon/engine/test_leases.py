@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
+from kvprefetch.daemon.engine import leases as leases_module
 from kvprefetch.daemon.engine.leases import Leases
 from kvprefetch.daemon.engine.lookups import BATCH_DIGESTS, RENEWED_AT_ONCE, LookedUp, LookUps
-from kvprefetch.daemon.engine.sessions import Sessions
+from kvprefetch.daemon.engine.sessions import Chain, Sessions
 from kvprefetch.daemon.engine.transfers import Found
 from kvprefetch.daemon.planning.bad_values import BadValues
 from kvprefetch.daemon.planning.runs import Lane
 from tests.daemon.engine.asking import SECOND, Setup
 from tests.daemon.planning.support import ONE_GROUP, FlagsModel, Planner, block
+
+SESSION = bytes(16)
 
 
 def test_hits_that_wait_longer_than_half_their_lease_are_asked_for_again() -> None:
@@ -95,6 +100,29 @@ def test_a_renewal_that_fails_takes_nothing_away() -> None:
     setup.tick(15 * SECOND)
     assert setup.renewed() == [waiting], "tried again when it is due again"
     assert len(setup.sent) == 3
+
+
+def test_what_ends_while_the_store_is_not_asked_again_leaves_nothing() -> None:
+    """Requests while it does not answer, and sessions' requests while it is full."""
+    setup, sessions = Setup(), Sessions(ONE_GROUP)
+    leases = Leases(10 * SECOND, setup.planner.requests, sessions)
+    setup.up = False
+
+    def some(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            now = number * SECOND // 10
+            setup.planner.finish(setup.hint(number, f"r{number}", now=now))
+            sessions.arrived(SESSION, Chain(block("s"), 8), 0, now, 0.0)
+            leases.keep(SESSION, now)
+            assert leases.next(64, now, keep=False) is None
+
+    some(0, 500)
+    with contextlib.ExitStack() as undo:
+        tracemalloc.start()
+        undo.callback(tracemalloc.stop)
+        some(1000, 3000)
+        found = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, leases_module.__file__)])
+    assert sum(each.size for each in found.traces) < 50_000
 
 
 PROMPT = 8192  # blocks: 128k tokens of 16 each
