@@ -177,7 +177,7 @@ def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
 
 
 def test_a_step_of_a_minute_has_no_later_pass_wait_as_long() -> None:
-    """The first one compiles kernels, or the process stood still: the averages say that the next takes a minute, too."""
+    """The first one compiles kernels, or the process stood still: the averages say that the next takes as long."""
     steps = StepTimes()
     slack, state = slack_of(steps)
     steps.began(0, 0, executed=True)
