@@ -68,11 +68,14 @@ def test_a_synchronous_copy_lengthens_its_step(device: Timeline, clock: Clock) -
 
 
 def test_a_synchronous_copy_that_overlaps_lengthens_its_step_by_what_is_left(device: Timeline, clock: Clock) -> None:
-    assert device.launch(0, 10, copy_bytes=20_000_000, overlap=True) - clock.now_ns == (2 + 51) * MS
-    assert device.launch(0, 10, copy_bytes=20_000_000, overlap=True) - clock.now_ns == (2 + 51 + 51) * MS
+    assert device.launch(0, 10, copy_bytes=20_000_000, beside_ns=clock.now_ns) - clock.now_ns == (2 + 51) * MS
+    assert device.launch(0, 10, copy_bytes=20_000_000, beside_ns=clock.now_ns) - clock.now_ns == (2 + 51 + 51) * MS
     clock.now_ns += 103 * MS
-    assert device.launch(0, 10, copy_bytes=20_000_000, overlap=True) - clock.now_ns == (1 + 1 + 51) * MS
+    assert device.launch(0, 10, copy_bytes=20_000_000, beside_ns=clock.now_ns) - clock.now_ns == (1 + 1 + 51) * MS
     assert device.copy_ns == 3 * MS
+    assert (
+        device.launch(0, 10, copy_bytes=20_000_000, beside_ns=clock.now_ns - MS) - clock.now_ns == (1 + 1 + 2 * 51) * MS
+    )
 
 
 def test_an_asynchronous_copy_runs_beside_the_steps_and_behind_other_copies(device: Timeline, clock: Clock) -> None:

@@ -60,11 +60,11 @@ class Loads:
         self.copied: set[str] = set()
         """Requests whose copies are over, so that no step needs to wait for them."""
 
-    def begin(self, output: Any, timeline: Timeline | None) -> None:
-        """Begin the copies of the loads that a step brings."""
+    def begin(self, output: Any, timeline: Timeline | None, given_ns: int) -> None:
+        """Begin the copies of the loads that a step brings, which came at that time."""
         for name, (first, end) in getattr(output, _TOLD, {}).items():
             if timeline is not None:
-                self._ends_ns[name] = timeline.copy(self._size(first, end))
+                self._ends_ns[name] = timeline.copy(self._size(first, end), given_ns)
 
     def arrived(self, output: KVConnectorOutput | None) -> KVConnectorOutput | None:
         """Return what a connector reports to the scheduler, without the loads whose copies still run."""

@@ -70,6 +70,7 @@ class Runner(LoRAModelRunnerMixin):
         self.lora_config = config.lora_config
         self._adapters: dict[str, Any] = {}
         self._async = config.scheduler_config.async_scheduling
+        self._given_ns = 0  # when the step under work came
 
     # --- what a worker asks of its runner at its start ----------------------------------------------------------------
 
@@ -137,8 +138,10 @@ class Runner(LoRAModelRunnerMixin):
 
     def execute_model(self, output: Any, intermediate_tensors: Any = None) -> Any:
         del intermediate_tensors
-        self.loads.begin(output, self.timeline)
+        self._given_ns = time.monotonic_ns()
         found = self._execute_second(output) if self._second else self._execute_first(output)
+        # Behind the synchronous ones of the step, as the copies that no forward waits for.
+        self.loads.begin(output, self.timeline, self._given_ns)
         if found is None:
             return None
         return ModelRunnerOutput.with_kv_conn_output_only(self.loads.arrived(found.kv_connector_output))
@@ -289,8 +292,8 @@ class Runner(LoRAModelRunnerMixin):
         copied = sum(size for name, size in sizes if name not in self.loads.copied)
         self.loads.copied.difference_update(plan.copied)
         decode = output.total_num_scheduled_tokens - prefill
-        overlap = getattr(output.kv_connector_metadata, "overlap", False)
-        return self._together(self.timeline.launch(prefill, decode, copied, overlap=overlap))
+        beside_ns = self._given_ns if getattr(output.kv_connector_metadata, "overlap", False) else 0
+        return self._together(self.timeline.launch(prefill, decode, copied, beside_ns=beside_ns))
 
     def _together(self, ends_ns: int) -> int:
         """Return when the step ends: data-parallel ranks wait for each other, to launch it and to end it."""

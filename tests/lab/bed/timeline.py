@@ -29,6 +29,8 @@ class Preset:
     copy_gbs: float
     """Between staging and KV cache, GB/s."""
     source: str
+    ranks: int = 1
+    """Tensor parallel: each has so small a part of a token's KV, and copies it beside the others."""
 
     def step_ns(self, prefill_tokens: int, decode_tokens: int) -> int:
         return round(1e6 * self.base_ms + 1e3 * (self.prefill_us * prefill_tokens + self.decode_us * decode_tokens))
@@ -94,6 +96,7 @@ MACHINES = (
         source=_BY_ARITHMETIC
         + "Llama 3.1 70B in bfloat16 on eight H100: 80 layers, 8 KV heads of 128; 160 all-reduces a step; 400 Gbit/s "
         "and eight copies beside each other",
+        ranks=8,
     ),
     Preset(
         "30b-a3b",
@@ -144,11 +147,11 @@ class Timeline:
         copy_bytes: int = 0,
         *,
         goes_on: bool = False,
-        overlap: bool = False,
+        beside_ns: int = 0,
     ) -> int:
         """Launch a step; return when it ends. `copy_bytes` are copied before it, on the same stream.
 
-        `overlap`: they are copied on a stream of their own, from now on, and the step waits for them.
+        `beside_ns`: they are copied on a stream of their own, from then on, and the step waits for them.
 
         `goes_on`: requests of the step before are in it, so the device should not have had to wait. An output token
         says as much.
@@ -158,8 +161,8 @@ class Timeline:
             self.late_launches += 1
             self.idle_ns += now_ns - self._free_ns
         copied_ns = self._preset.copy_ns(copy_bytes)
-        if overlap and copy_bytes:
-            copied_ns = max(0, self.copy(copy_bytes) - max(now_ns, self._free_ns))
+        if beside_ns and copy_bytes:
+            copied_ns = max(0, self.copy(copy_bytes, beside_ns) - max(now_ns, self._free_ns))
         self.steps += 1
         self.copy_ns += copied_ns
         step_ns = self._preset.step_ns(prefill_tokens, decode_tokens)
@@ -180,9 +183,12 @@ class Timeline:
         counted = {name: getattr(self, name) for name in ("steps", "late_launches", "idle_ns", "copy_ns", "beside_ns")}
         return {**counted, "begun_ns": list(self._begun_ns), "admitted": dict(self._admitted)}
 
-    def copy(self, copy_bytes: int) -> int:
-        """Begin an asynchronous copy, beside the steps; return when it ends. Copies wait for each other."""
+    def copy(self, copy_bytes: int, begun_ns: int = 0) -> int:
+        """Begin an asynchronous copy, beside the steps; return when it ends. Copies wait for each other.
+
+        `begun_ns`: it was begun then, as a stream's copy is while the CPU still works on the step.
+        """
         copied_ns = self._preset.copy_ns(copy_bytes)
         self.beside_ns += copied_ns
-        self._copies_free_ns = max(self._clock(), self._copies_free_ns) + copied_ns
+        self._copies_free_ns = max(begun_ns or self._clock(), self._copies_free_ns) + copied_ns
         return self._copies_free_ns
