@@ -210,8 +210,12 @@ class Lab:
             assert self._python is not None
             transfer = self._far.server.connector(eager=variant == "lmcache-eager")
             return Engine(spec.but(kv_transfer=transfer, python=self._python))
-        transfer_config = variants.transfer(variant, self._far.daemon.socket)
+        transfer_config = variants.transfer(variant, self._far.daemon.socket, **self.options(settings[0]))
         return Engine(spec.but(kv_transfer=transfer_config), template=self._template)
+
+    def options(self, setting: Setting) -> dict[str, Any]:
+        """Return options of our connector that belong to the setting."""
+        return {}
 
     def filler(self, transfer: dict[str, Any], options: dict[str, Any]) -> Engine:
         """Return an engine that stores all prompts; `options`: more fields of its spec."""

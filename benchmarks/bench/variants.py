@@ -49,13 +49,13 @@ def left_out(variant: str, setting: Setting, lmcache_python: Path | None) -> str
     return None
 
 
-def transfer(variant: str, socket: Path) -> dict[str, Any] | None:
+def transfer(variant: str, socket: Path, **more: Any) -> dict[str, Any] | None:
     """The engine's `kv_transfer_config`. All only load, so that a pass leaves the store as it was.
 
-    LMCache's comes from its server (tests/lab/lmcache.py).
+    LMCache's comes from its server (tests/lab/lmcache.py).  `more`: options of our connector.
     """
     if variant in OPTIONS:
-        return connectors.ours(socket, role="kv_consumer", key_format="vllm", **OPTIONS[variant])
+        return connectors.ours(socket, role="kv_consumer", key_format="vllm", **{**more, **OPTIONS[variant]})
     if variant in UPSTREAM:
         return connectors.upstream(role="kv_consumer", lookup_async=variant == "upstream-async")
     return None

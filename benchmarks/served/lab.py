@@ -12,8 +12,9 @@ from typing import Any
 from benchmarks.bench import variants
 from benchmarks.bench.lab import Lab
 from benchmarks.bench.served import Served
-from benchmarks.bench.setting import BLOCK, Pace, Setting
+from benchmarks.bench.setting import BLOCK, MODEL, Pace, Setting
 from benchmarks.served.pieces import small
+from kvprefetch.connector.words.config import ConnectorConfig
 from tests.lab.bed import engine as bed
 from tests.lab.bed.timeline import PRESETS
 from tests.lab.engine import CHILD, Engine, EngineError, EngineSpec
@@ -66,6 +67,12 @@ class PacedLab(Lab):
         preset = small(PRESETS[settings[0].preset])
         made = bed.spec(model=self._model, preset=preset, every_step=False)
         return plain.but(extra=made.extra, env=made.env, prepare=made.prepare, child=CHILDREN[settings[0].through])
+
+    def options(self, setting: Setting) -> dict[str, Any]:
+        """The bound of a synchronous load is as small as the bed's KV: it stands for bytes of the preset's rank."""
+        preset = PRESETS[setting.preset]
+        share = preset.ranks * MODEL.kv_bytes_per_token / preset.kv_bytes_per_token
+        return {"sync_load_max_bytes": round(share * ConnectorConfig.model_fields["sync_load_max_bytes"].default)}
 
     def engine(self, variant: str, settings: Sequence[Setting]) -> Engine:
         if not variants.bare(variant):
