@@ -24,7 +24,7 @@ from ..words.config import ConnectorConfig, override
 from ..words.request_hints import RequestHints
 from . import hints
 from .hints import EXPIRED, HINTED, READY, Handle
-from .policy import Verdict, Visit, Wait, WaitPolicy, loads_beside
+from .policy import Verdict, Visit, Wait, WaitPolicy, copy_ns, loads_beside
 from .reported import Reported
 from .request_state import UNSENT, Claim, Pass, RequestState
 from .saves import Saves
@@ -87,6 +87,7 @@ class Claims:
         self._names, self.hash_tokens, self.proof_tokens = groups.names(1), groups.hash_tokens, groups.proof_tokens
         self.block_tokens = geometry.block_tokens
         self._sync_bytes = config.sync_load_max_bytes
+        self._copy_ns = copy_ns(geometry.block_bytes, self._sync_bytes)
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
         self._warned_ns = -_WARN_EVERY_NS
         self._warned: set[str] = set()  # fields of requests' own hints
@@ -308,7 +309,8 @@ class Claims:
 
     def _wait_slack(self, state: RequestState, handle: Handle, flag: Flag, visit: Visit) -> tuple[Flag, Visit]:
         """Wait for the fetch while the step under way runs, which costs nobody anything."""
-        until_ns = self.slack.until_ns(state)
+        copied = 0.0 if self._load_mode == "async" else self._copy_ns * (visit.usable - visit.start)
+        until_ns = self.slack.until_ns(state, visit.now_ns, copied)
         if visit.now_ns >= until_ns or handle.stopped or state.wait is None or state.wait.policy == "best_effort":
             return flag, visit
         hints.ask(handle, visit.now_ns)
@@ -354,7 +356,9 @@ class Claims:
         asynchronous = mode == "async" or not self.reported.all
         if mode == "auto" and not asynchronous:
             size_bytes = count * geometry.block_bytes
-            asynchronous = loads_beside(size_bytes, self._sync_bytes, load=visit.load, hidden=self.slack.hides)
+            hidden_ns = self.slack.hidden_ns(visit.now_ns)
+            asynchronous = loads_beside(size_bytes, self._sync_bytes, load=visit.load, hidden_ns=hidden_ns)
+        self.slack.copies(visit.now_ns, self._copy_ns * count)
         if (spared_ns := self._policy.cost_ns(count, 0.0)) < math.inf:
             handle.spared_ns = int(spared_ns)
         self._note_found(handle, flag)

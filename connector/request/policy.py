@@ -19,12 +19,13 @@ Only the first of the waiting requests is judged, and its clock starts when it g
 late: store and staging serve the queue in order.  Judged one by one, a whole queue would be recomputed.
 
 Staged blocks are loaded before the forward or beside it (`loads_beside`) by the same price: before it, the copy holds
-up every running request; beside it, only its own, by a step.  A copy that the step under way hides holds up nobody.
+up every running request; beside it, only its own, by a step.  While the step under way runs it holds up nobody.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from ..engine.steps import StepTimes
 from ..words.config import Policy
 
 SILENCE = 0.75
-HIDDEN = 8  # with 32 MiB: what a bus of 50 GB/s carries in 5 ms, the last part of a step of 20 ms
+COPIED_IN_NS = 670_000  # as many bytes as are copied before the forward: 32 MiB over a bus of 50 GB/s
 STOP_FACTOR = 2.0
 # `wait` ends here at the latest; a daemon that died or hangs ends it at once.
 WAIT_BOUND_NS = 300 * 10**9
@@ -94,12 +95,17 @@ class Wait:
         self.counts, self.stopped, self.hinted = self.policy != "adaptive", False, (0, 0)
 
 
-def loads_beside(size_bytes: int, max_bytes: int, *, load: float, hidden: bool = False) -> bool:
+def copy_ns(size_bytes: int, max_bytes: int) -> float:
+    """About how long a copy takes where `max_bytes` are what may hold up an empty engine."""
+    return COPIED_IN_NS * size_bytes / max_bytes if max_bytes else math.inf
+
+
+def loads_beside(size_bytes: int, max_bytes: int, *, load: float, hidden_ns: float = 0.0) -> bool:
     """Whether a load runs beside the forward; up to `max_bytes` run before that of an empty engine.
 
-    `hidden`: before it the copy runs while the step under way does, and holds up nobody, up to HIDDEN times as many.
+    `hidden_ns`: for so long the step under way runs, and the copy holds up nobody.
     """
-    return size_bytes > max_bytes * (HIDDEN if hidden else 1.0 - load)
+    return copy_ns(size_bytes, max_bytes) - max(hidden_ns, 0.0) > COPIED_IN_NS * (1.0 - load)
 
 
 class WaitPolicy:

@@ -4,8 +4,9 @@ With asynchronous scheduling vLLM launches a step while the one before it runs, 
 whose fetch ends before that is loaded in this pass, and so in no later step than one with all its KV local.
 
 A step under way began when the one before it ended, or at its launch, and takes as long as such steps took lately.  The
-wait ends at SHARE of it, less LAUNCH_NS.  Where the pass or the step under way then ends late all the same, because the
-machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and twice as many each time.
+wait ends at SHARE of it, or in time for the copy to end with it, less LAUNCH_NS.  Where the pass or the step under way
+then ends late all the same, because the machine has no core to spare, nothing waits for a while: PAUSED_STEPS, and
+twice as many each time.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Slack:
         # Of a pass that waited: ends of its wait, of the step under way.
         self._expected: tuple[float, float] | None = None
         self._launched: tuple[int, int] | None = None  # its step, and when it ended, or 0 where that was late
+        self._copied_ns = 0.0  # when all copies that were ordered have probably ended
         self._paused_until, self._pause = 0, PAUSED_STEPS[0]
 
-    def until_ns(self, state: RequestState) -> float:
-        """Until when the pass may wait for this request; 0 for not at all.
-
+    def until_ns(self, state: RequestState, now_ns: int, copy_ns: float = 0.0) -> float:
+        """Until when the pass may wait for this request; 0 for not at all. `copy_ns`: how long its copy will take.
         A grammar's next token is computed between two steps, so the scheduler is not ahead of the device.
         """
         if not self.allowed or self._steps.begun < self._paused_until:
@@ -50,16 +51,26 @@ class Slack:
             return 0.0
         if any(each.phase >= SAVING for each in self.grammars):
             return 0.0
-        return began_ns + SHARE * min(duration_ns, LONGEST_NS) - LAUNCH_NS
+        duration_ns = min(duration_ns, LONGEST_NS)
+        waits_ns = SHARE * duration_ns
+        if self._overlap:
+            left_ns = duration_ns - max(0.0, self._copied_ns - now_ns)
+            waits_ns = min(waits_ns, left_ns - copy_ns if copy_ns < left_ns - LAUNCH_NS else left_ns)
+        return began_ns + waits_ns - LAUNCH_NS
 
-    @property
-    def hides(self) -> bool:
-        """Whether the loads of this pass are probably copied while the step under way runs."""
-        return self._overlap and self.allowed and self._steps.under_way()[0] > 0
+    def hidden_ns(self, now_ns: int) -> float:
+        """For how long the step under way probably runs beside one more copy; 0 or less for not at all."""
+        began_ns, duration_ns = self._steps.under_way() if self._overlap and self.allowed else (0, 0.0)
+        return began_ns + min(duration_ns, LONGEST_NS) - LAUNCH_NS - max(now_ns, self._copied_ns) if began_ns else 0.0
+
+    def copies(self, now_ns: int, copy_ns: float) -> None:
+        """One more load is ordered. Copies wait for each other, those beside a forward, too."""
+        self._copied_ns = max(now_ns, self._copied_ns) + copy_ns
 
     def overlaps(self, output: Any) -> bool:
-        """Whether they may be. `output`: vLLM's, of this pass."""
-        return self.hides and not compat.changes_blocks(output)
+        """Whether the copies of this pass may run beside the step under way. `output`: vLLM's, of this pass."""
+        beside = self._overlap and self.allowed and self._steps.under_way()[0] > 0
+        return beside and not compat.changes_blocks(output)
 
     def waited(self, until_ns: float) -> None:
         """This pass did wait, at most until then."""

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvprefetch.connector.engine.steps import StepTimes
+from kvprefetch.connector.request.policy import COPIED_IN_NS
 from kvprefetch.connector.request.slack import LAUNCH_NS, PAUSED_STEPS, SHARE, Slack
 from kvprefetch.shmring.wire.records import FlagState
 from tests.support.clock import Clock
@@ -36,7 +37,7 @@ class RealClock(Clock):
 
 def running(*, policy: str = "wait", **options: Any) -> tuple[Engine, Request]:
     """An engine a step of which is under way, as the scheduler plans the next one; a request that is hinted at."""
-    engine = Engine(clock=RealClock(), wait_policy=policy, **{"ahead": True, **options})
+    engine = Engine(wait_policy=policy, **{"clock": RealClock(), "ahead": True, **options})
     steps = engine.side.steps
     steps.decode_ns = STEP_MS * MS
     other = engine.admitted("other", 2 * BLOCK)
@@ -131,7 +132,7 @@ def test_without_a_step_in_flight_the_device_would_wait() -> None:
     engine.side.step_ended()
     assert timed(lambda: engine.match(request))[1] < 0.1
     engine.step(ends=False)  # of nothing
-    assert engine.side.slack.until_ns(engine.side.requests["r"]) == 0
+    assert engine.side.slack.until_ns(engine.side.requests["r"], 0) == 0
     fresh = Engine(clock=RealClock(), wait_policy="wait", ahead=True)
     request = fresh.add("r", 4 * BLOCK + 1)
     assert timed(lambda: fresh.match(request))[1] < 0.1
@@ -156,24 +157,24 @@ def test_vllms_configuration_says_whether_the_scheduler_is_ahead(make: Make, opt
 
 def slack_of(steps: StepTimes) -> tuple[Slack, Any]:
     state = SimpleNamespace(request=SimpleNamespace(use_structured_output=False))
-    return Slack(steps, allowed=True), state
+    return Slack(steps, allowed=True, overlap=True), state
 
 
 def test_a_step_under_way_began_when_the_one_before_it_ended() -> None:
     steps = StepTimes()
     slack, state = slack_of(steps)
     steps.decode_ns = 50.0 * MS
-    assert slack.until_ns(state) == 0
+    assert slack.until_ns(state, 0) == 0
     steps.began(1000 * MS, 0, executed=True)
-    assert slack.until_ns(state) == 1000 * MS + SHARE * 50 * MS - LAUNCH_NS
+    assert slack.until_ns(state, 0) == 1000 * MS + SHARE * 50 * MS - LAUNCH_NS
     steps.began(1010 * MS, 0, executed=True)
     steps.ended(1050 * MS)
-    assert slack.until_ns(state) == 1050 * MS + SHARE * steps.decode_ns - LAUNCH_NS
+    assert slack.until_ns(state, 0) == 1050 * MS + SHARE * steps.decode_ns - LAUNCH_NS
     steps.ended(1100 * MS)
-    assert slack.until_ns(state) == 0
+    assert slack.until_ns(state, 0) == 0
     steps.begun += 1  # one that need not be measured
     steps.ended_ns = 1200 * MS
-    assert slack.until_ns(state) == 1200 * MS + SHARE * steps.decode_ns - LAUNCH_NS
+    assert slack.until_ns(state, 0) == 1200 * MS + SHARE * steps.decode_ns - LAUNCH_NS
 
 
 def test_a_step_of_a_minute_has_no_later_pass_wait_as_long() -> None:
@@ -183,7 +184,7 @@ def test_a_step_of_a_minute_has_no_later_pass_wait_as_long() -> None:
     steps.began(0, 0, executed=True)
     steps.ended(60_000 * MS)
     steps.began(60_000 * MS, 2000, executed=True)
-    assert slack.until_ns(state) <= 60_500 * MS
+    assert slack.until_ns(state, 0) <= 60_500 * MS
 
 
 def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied() -> None:
@@ -199,14 +200,33 @@ def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied()
         assert not not_now.overlaps(SimpleNamespace())
 
 
-@pytest.mark.parametrize(("hidden", "blocks", "beside"), [(True, 8, False), (True, 9, True), (False, 1, True)])
-def test_a_load_that_the_step_under_way_hides_is_synchronous_up_to_eight_times_the_bound(
-    hidden: bool, blocks: int, beside: bool
-) -> None:
-    """How many requests run then counts no more: nobody waits for its copy."""
-    engine, _ = running(fenced_blocks=hidden, sync_load_max_bytes=BLOCK_BYTES)
-    request = engine.add("large", 10 * BLOCK, staged=blocks)
-    assert engine.match(request) == (blocks * BLOCK, beside)
+def test_loads_whose_copies_end_with_the_step_under_way_are_synchronous() -> None:
+    """How many requests run then hardly counts: nobody waits for the copies of a pass that take as long together."""
+    most = int((STEP_MS * MS - LAUNCH_NS) // (64 * COPIED_IN_NS))  # blocks
+
+    def beside(*loads: int, hidden: bool = True) -> list[bool]:
+        engine, _ = running(fenced_blocks=hidden, sync_load_max_bytes=BLOCK_BYTES // 64, clock=Clock())
+        requests = [engine.add(f"{n}", (blocks + 1) * BLOCK, staged=blocks) for n, blocks in enumerate(loads)]
+        return [bool(asynchronous) for _, asynchronous in map(engine.match, requests)]
+
+    assert beside(most, hidden=False) == [True]
+    assert beside(most) == [False]
+    assert beside(most + 1) == [True]
+    assert beside(most // 2, most // 3, most // 2, 1) == [False, False, True, True], "they share a bus"
+
+
+def test_a_pass_waits_for_no_fetch_whose_copy_would_hold_up_the_next_step() -> None:
+    slack, state = slack_of(steps := StepTimes())
+    steps.decode_ns = 10.0 * MS
+    steps.began(MS, 0, executed=True)
+    steps.began(MS, 0, executed=True)
+    short, at = slack.until_ns(state, 0), steps.under_way()[0]
+    assert short == at + SHARE * 10 * MS - LAUNCH_NS
+    assert slack.until_ns(state, at, 5.0 * MS) == at + 5 * MS - LAUNCH_NS
+    assert slack.until_ns(state, at, 9.0 * MS) == short, "that one is copied beside the forward, whenever it is there"
+    slack.copies(at, 4 * MS)
+    assert slack.until_ns(state, at, 3.0 * MS) == at + 3 * MS - LAUNCH_NS, "the copy of another load goes before it"
+    assert slack.until_ns(state, at, 9.0 * MS) == at + 6 * MS - LAUNCH_NS
 
 
 LATE = {
@@ -237,11 +257,11 @@ def test_after_a_late_launch_nothing_waits_for_a_while(how: dict[str, float]) ->
     steps.decode_ns = 50.0 * MS
     steps.began(now, 0, executed=True)
     assert not launch()
-    assert slack.until_ns(state) > 0
+    assert slack.until_ns(state, 0) > 0
     for pause in (PAUSED_STEPS[0], 2 * PAUSED_STEPS[0]):
         assert launch(**how)
         for _ in range(pause):
-            assert slack.until_ns(state) == 0
+            assert slack.until_ns(state, 0) == 0
             steps.began(now, 0, executed=True)
             steps.ended(now := now + 50 * MS)
-        assert slack.until_ns(state) > 0
+        assert slack.until_ns(state, 0) > 0
