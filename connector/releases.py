@@ -28,7 +28,7 @@ TRANSFER_KEYS = {
 
 # By module or class, what we import of vLLM, read of its objects, and call, in every release that is served.
 USED: Mapping[str, str] = {
-    "vllm.distributed": "get_pp_group() get_tensor_model_parallel_rank() get_tp_group()",
+    "vllm.distributed": "get_pcp_group() get_pp_group() get_tensor_model_parallel_rank() get_tp_group()",
     "vllm.distributed.kv_events": "BlockStored MEDIUM_STORAGE",
     "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata"
@@ -47,7 +47,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.core.kv_cache_utils": "BlockHash generate_block_hash_extra_keys(request,start,end,mm)"
     " hash_block_tokens(function,parent,tokens,extra) make_block_hash_with_group_id(hash,group)"
     " maybe_convert_block_hash(hash) resolve_kv_cache_block_sizes(kv_cache_config,vllm_config)"
-    " resolve_none_hash_seed(function) to_event_extra_keys(keys)",
+    " resolve_dcp_kv_cache_spec(spec,dcp_world_size) resolve_none_hash_seed(function) to_event_extra_keys(keys)",
     "vllm.v1.kv_cache_interface": "AttentionSpec ChunkedLocalAttentionSpec FullAttentionSpec MLAAttentionSpec MambaSpec"
     " SlidingWindowMLASpec SlidingWindowSpec UniformTypeKVCacheSpecs get_kv_cache_spec_kind(spec)"
     " get_kv_cache_spec_sliding_window(spec)",
@@ -66,9 +66,9 @@ USED: Mapping[str, str] = {
     " hf_config_path hf_overrides is_encoder_decoder max_model_len model model_class_overrides model_weights"
     " multimodal_config override_generation_config quantization quantization_config revision served_model_name"
     " trust_remote_code try_get_generation_config()",
-    "vllm.config.ParallelConfig": "data_parallel_size decode_context_parallel_size distributed_executor_backend"
-    " enable_eplb enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size"
-    " rank tensor_parallel_size world_size",
+    "vllm.config.ParallelConfig": "cp_kv_cache_interleave_size data_parallel_size decode_context_parallel_size"
+    " distributed_executor_backend enable_eplb enable_fault_tolerance nnodes nnodes_within_dp pipeline_parallel_size"
+    " prefill_context_parallel_size rank tensor_parallel_size world_size",
     "vllm.config.SchedulerConfig": "async_scheduling max_num_seqs",
     "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config num_speculative_tokens"
     " use_eagle_block_drop()",
@@ -88,7 +88,7 @@ USED: Mapping[str, str] = {
     "vllm.v1.core.sched.output.KVConnectorBlockState": "boundary_state_offloads get_block_ids(request_id)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens"
     " total_num_scheduled_tokens",
-    "vllm.v1.kv_cache_interface.AttentionSpec": "block_size dtype head_size kv_quant_mode num_kv_heads",
+    "vllm.v1.kv_cache_interface.AttentionSpec": "block_size dcp_sharded dtype head_size kv_quant_mode num_kv_heads",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "hisparse_host_num_blocks kv_cache_groups kv_cache_tensors num_blocks"
     " prefix_cache_retention_interval prefix_cacheable_group_ids",
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": "attention_chunk_size",

@@ -1,6 +1,6 @@
 """Keys of blocks in the store: what decides whose KV a value is.
 
-    [u<UID>@][cache_prefix@]model@tp_rank:R@pcp0@dcp0@pp_rank:Q@group:G@[fp:FINGERPRINT@][sum:xxh3@][g:WEIGHTS@]HASH
+    [u<UID>@][cache_prefix@]model@tp_rank:R@pcpP@dcpD@pp_rank:Q@group:G@[fp:FINGERPRINT@][sum:xxh3@][g:WEIGHTS@]HASH
 
 Without the five optional parts this is, byte for byte, a key of vLLM's MooncakeStoreConnector.  The engine makes what
 is between the user and the checksum, and the daemon adds the others: `u<UID>@` names the user of the engine, by the
@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import re
 
-_RANK = re.compile(r"@([tp]p_rank):[0-9*]+(?=@)")
+_RANK = re.compile(r"@([tp]p_rank:|pcp|dcp)[0-9*]+(?=@)")
 
 
-def rank_prefix(model: str, *, tp_rank: int, pp_rank: int, group: int, cache_prefix: str = "") -> str:
-    """Return the prefix of a rank's keys of a KV group, without context parallelism; `model`: its path or name."""
+def rank_prefix(
+    model: str, *, tp_rank: int, pp_rank: int, group: int, cache_prefix: str = "", context: tuple[int, int] = (0, 0)
+) -> str:
+    """Return the prefix of a rank's keys of a KV group; `model`: its path or name; `context`: pcp_rank and dcp_rank."""
     namespace = f"{cache_prefix}@" if cache_prefix else ""
     name = model.rstrip("/").split("/")[-1]
-    return f"{namespace}{name}@tp_rank:{tp_rank}@pcp0@dcp0@pp_rank:{pp_rank}@group:{group}@"
+    pcp_rank, dcp_rank = context
+    return f"{namespace}{name}@tp_rank:{tp_rank}@pcp{pcp_rank}@dcp{dcp_rank}@pp_rank:{pp_rank}@group:{group}@"
 
 
 def with_fingerprint(prefix: str, fingerprint: str) -> str:
@@ -41,4 +44,4 @@ def whole_prefix(owner: str, key_prefix: str, weights: str, *, summed: bool = Fa
 
 def name_of(prefix: str) -> str:
     """Return the namespace of a whole prefix: `…@tp_rank:3@…` and `…@tp_rank:*@…` give the same one."""
-    return _RANK.sub(r"@\1:*", prefix)
+    return _RANK.sub(r"@\1*", prefix)

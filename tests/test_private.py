@@ -17,7 +17,7 @@ ALLOWED: dict[str, int] = {
     "tests/connector/real.py": 1,
     "tests/connector/test_connector.py": 1,
     "tests/connector/test_group_states.py": 1,
-    "tests/connector/test_keys.py": 2,
+    "tests/connector/test_keys.py": 3,
     "tests/connector/test_nodes.py": 1,
     "tests/connector/test_pitfalls.py": 1,
     "tests/connector/test_pitfalls_saves.py": 4,

@@ -13,7 +13,7 @@ from ...kv.hashing import PROBE_BLOCK_TOKENS, PROBE_SALT, PROBE_TOKENS
 from ...shmring.wire.attach import MAX_MODEL, MAX_SETTINGS, GroupInfo, Hello, SchedulerInfo, WorkerInfo
 from ...shmring.wire.records import MAX_HASH_BYTES, PROTOCOL, hint_bytes
 from ..engine.compat import running_version
-from ..engine.geometry import Geometry, pp_rank, publishes_events
+from ..engine.geometry import Geometry, publishes_events, stage_of
 from ..identity.start import Start
 from ..words.config import ConnectorConfig
 from .resets import Weights
@@ -69,7 +69,9 @@ def of_worker(vllm_config: VllmConfig, start: Start, geometry: Geometry, tp_rank
 
 def rank_of(vllm_config: VllmConfig, tp_rank: int) -> int:
     """This process's rank in its engine."""
-    return int(pp_rank(vllm_config) * vllm_config.parallel_config.tensor_parallel_size + tp_rank)
+    parallel, (pp_rank, pcp_rank) = vllm_config.parallel_config, stage_of(vllm_config)
+    stage = pp_rank * parallel.prefill_context_parallel_size + pcp_rank
+    return int(stage * parallel.tensor_parallel_size + tp_rank)
 
 
 def _common(start: Start, geometry: Geometry) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def rules_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and bool(speculative.use_eagle_block_drop())
-    return groups.of_engine(kv_cache_config, hash_tokens, drafts=drafts)
+    shards = vllm_config.parallel_config.decode_context_parallel_size
+    return groups.of_engine(kv_cache_config, hash_tokens, drafts=drafts, shards=shards)
 
 
 def drafted_tokens(vllm_config: VllmConfig) -> int:
@@ -94,10 +95,11 @@ def drafted_tokens(vllm_config: VllmConfig) -> int:
     return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
 
-def pp_rank(vllm_config: VllmConfig) -> int:
+def stage_of(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Return this process's pp_rank and pcp_rank: vLLM numbers ranks by stage, then by prefill context, then by TP."""
     parallel = vllm_config.parallel_config
-    rank: int = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
-    return rank
+    stage, pcp_rank = divmod(parallel.rank // parallel.tensor_parallel_size, parallel.prefill_context_parallel_size)
+    return stage % parallel.pipeline_parallel_size, pcp_rank
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:

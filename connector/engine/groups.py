@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 _STATE_PARTS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
 
 
-def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool) -> Groups:
+def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool, shards: int = 1) -> Groups:
     """Return the rules of an engine's groups.
 
     Raises ValueError, in one line, for groups that are not served.  `drafts`: the engine drafts tokens from hidden
-    states (EAGLE, MTP), so that vLLM drops the last block of a prefix.
+    states (EAGLE, MTP), so that vLLM drops the last block of a prefix; `shards`: ranks that share a block's tokens, by
+    decode context parallelism.
     """
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
+
     groups = kv_cache_config.kv_cache_groups
     if len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
         raise ValueError(
@@ -31,15 +34,19 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool)
     # As vLLM decides which groups have a drafter's KV: all where it flags none; equal ones are looked up as one.
     none = not any(each.is_eagle_group for each in groups)
     flagged = [each.kv_cache_spec for each in groups if each.is_eagle_group or (drafts and none)]
-    rules = tuple(_group(each.kv_cache_spec, drafts=each.kv_cache_spec in flagged) for each in groups)
+    rules = tuple(
+        _group(resolve_dcp_kv_cache_spec(each.kv_cache_spec, shards), drafts=each.kv_cache_spec in flagged)
+        for each in groups
+    )
     found = Groups(rules, hash_tokens)
     found.check()
     for number, group in enumerate(found.groups):
         # vLLM then also counts a prefix that ends inside a block, by a copy of that block.
-        if group.kind is Kind.STATE and group.block_tokens > found.hash_tokens:
+        longest = group.block_tokens if shards == 1 else found.unit_tokens
+        if group.kind is Kind.STATE and longest > found.hash_tokens:
             raise ValueError(
                 f"prefixes that end inside a block of states are not served: group={number} "
-                f"block_tokens={group.block_tokens} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset; "
+                f"block_tokens={longest} hash_tokens={found.hash_tokens} (leave prefix_match_unit unset; "
                 "other groups' blocks must be multiples of it)"
             )
     return found

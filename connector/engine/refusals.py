@@ -31,12 +31,6 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             "that another request computed)"
         )
     parallel = vllm_config.parallel_config
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if (size := getattr(parallel, name)) > 1:
-            raise _refused(
-                f"context parallelism is not served: {name}={size} max=1 (no test has run an engine with it: vLLM's "
-                "attention on CPUs has none, so it takes several GPUs)"
-            )
     launcher = parallel.distributed_executor_backend
     if parallel.world_size > 1 and (launcher == "external_launcher" or parallel.nnodes_within_dp > 1):
         # A scheduler of its own for each rank, or a daemon of its own for each node.
@@ -116,10 +110,10 @@ def check_ranks(vllm_config: VllmConfig) -> None:
     All ranks call it at the same time.  Whatever launched them, and also where MultiConnector hides our handshake.
     """
     from torch.distributed import all_gather_object
-    from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.distributed import get_pcp_group, get_pp_group, get_tp_group
 
     here = this_node()
-    for name, group in (("tp_rank", get_tp_group()), ("pp_rank", get_pp_group())):
+    for name, group in (("tp_rank", get_tp_group()), ("pcp_rank", get_pcp_group()), ("pp_rank", get_pp_group())):
         nodes: list[Any] = [None] * group.world_size
         all_gather_object(nodes, here, group=group.cpu_group)
         for rank, node in enumerate(nodes):

@@ -108,6 +108,9 @@ def of_engine(
         "layers": _digest([[layer, *_kind(spec)] for layer, spec in specs.items()]),
         "layout": layout,
     }
+    if (size := parallel.decode_context_parallel_size) > 1:  # which tokens of a block a rank has
+        shards = [str(size if each.kv_cache_spec.dcp_sharded else 1) for each in served]
+        found["dcp"] = f"{','.join(shards)}:{parallel.cp_kv_cache_interleave_size}"
     if len(rules) > 1:
         # Layers of unlike groups lie in the same memory, in the groups' order.
         pages = [[each.kv_cache_spec.page_size_bytes, each.layer_names] for each in served]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...kv.keys import rank_prefix, with_fingerprint
 from ..engine import groups
-from ..engine.geometry import pp_rank
+from ..engine.geometry import stage_of
 from . import built, checkpoint, fingerprint
 
 if TYPE_CHECKING:
@@ -38,7 +38,14 @@ class RankKeys:
 
 
 def rank_keys(
-    *, model: str, tp_rank: int, pp_rank: int, replicas: Sequence[int] = (1,), cache_prefix: str = "", shards: str = ""
+    *,
+    model: str,
+    tp_rank: int,
+    pp_rank: int,
+    replicas: Sequence[int] = (1,),
+    cache_prefix: str = "",
+    shards: str = "",
+    context: tuple[int, int] = (0, 0),
 ) -> RankKeys:
     """Return the keys of one rank.
 
@@ -46,7 +53,9 @@ def rank_keys(
     others.
     """
     prefixes = tuple(
-        rank_prefix(model, tp_rank=tp_rank // each, pp_rank=pp_rank, group=group, cache_prefix=cache_prefix)
+        rank_prefix(
+            model, tp_rank=tp_rank // each, pp_rank=pp_rank, group=group, cache_prefix=cache_prefix, context=context
+        )
         for group, each in enumerate(replicas)
     )
     return RankKeys(prefixes, min(replicas), tp_rank % min(replicas), shards)
@@ -63,10 +72,19 @@ def keys_of(
 ) -> RankKeys:
     """The store keys of this process's rank, of each KV group. `worker`: vLLM's, if it is known.
 
-    Raises ValueError where ranks with one key of vLLM's own connector (`upstream_keys`) hold unlike KV heads.
+    Raises ValueError where ranks with one key of vLLM's own connector (`upstream_keys`) hold unlike bytes.
     """
+    parallel, (stage, pcp_rank) = vllm_config.parallel_config, stage_of(vllm_config)
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if upstream_keys and pcp > 1 and max(dcp, parallel.pipeline_parallel_size) > 1:
+        raise ValueError(
+            'KVPrefetchConnector: key_format "vllm" cannot serve prefill context parallelism together with decode '
+            "context parallelism or pipeline stages, whose ranks vLLM's own connector counts wrong: "
+            f"prefill_context_parallel_size={pcp} decode_context_parallel_size={dcp} "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} (leave key_format out)"
+        )
     theirs = [_upstream_replicas(vllm_config, group) for group in kv_cache_config.kv_cache_groups]
-    replicas, shards, ranks = theirs, "", vllm_config.parallel_config.tensor_parallel_size
+    replicas, shards, ranks = theirs, "", parallel.tensor_parallel_size
     if max(theirs) > 1:
         heads = built.head_replicas(worker, vllm_config.compilation_config.static_forward_context)
         held = [_replicas(vllm_config, group, heads) for group in kv_cache_config.kv_cache_groups]
@@ -88,10 +106,11 @@ def keys_of(
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
-        pp_rank=pp_rank(vllm_config),
+        pp_rank=stage,
         replicas=replicas,
         cache_prefix=cache_prefix,
         shards=shards,
+        context=(pcp_rank, (tp_rank * pcp + pcp_rank) % dcp),
     )
 
 
@@ -101,7 +120,7 @@ def _upstream_replicas(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> int:
 
     ranks: int = vllm_config.parallel_config.tensor_parallel_size
     specs = groups.layer_specs(group.kv_cache_spec)
-    if any(isinstance(one, MambaSpec) for one in specs):
+    if vllm_config.parallel_config.decode_context_parallel_size > 1 or any(isinstance(one, MambaSpec) for one in specs):
         return 1
     if all(isinstance(one, (MLAAttentionSpec, SlidingWindowMLASpec)) for one in specs):
         return ranks

@@ -156,10 +156,6 @@ REFUSED = [
         pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     ),
     refused("sleep mode", {"model": {"enable_sleep_mode": True}}, None, pytest.mark.shows("sleep mode", refused=True)),
-    *(
-        refused(f"{name}=2", {"parallel": {name: 2}}, None, pytest.mark.shows("context parallelism", refused=True))
-        for name in ("prefill_context_parallel_size", "decode_context_parallel_size")
-    ),
     refused("wait_timeout_ms", {"extra": {"wait_timeout_ms": -5}}),
 ]
 

@@ -61,12 +61,17 @@ def spec(**changes: Any) -> FullAttentionSpec:
     return FullAttentionSpec(**{**fields, **changes})
 
 
+def context(ranks: int, interleave: int = 1) -> dict[str, int]:
+    """Options of an engine in which so many ranks share the tokens of a block, in runs of so many."""
+    return {"decode_context_parallel_size": ranks, "cp_kv_cache_interleave_size": interleave}
+
+
 def running(*, layers: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, str]:
     """A rank's part of the fingerprint of an engine with these differences."""
     isa, replicas = changes.pop("isa", "amx"), changes.pop("replicas", 1)
     one = changes.pop("spec", spec())
     served = changes.pop("served", one)
-    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **changes.pop("parallel", {})}
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **context(1), **changes.pop("parallel", {})}
     backend = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa=isa)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
@@ -84,7 +89,7 @@ def grouped(*members: tuple[Any, tuple[str, ...]], hash_tokens: int = TOKENS) ->
     made = [KVCacheGroupSpec(list(layers), one) for one, layers in members]
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=made)
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, **context(1)),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
@@ -152,6 +157,7 @@ def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
     [
         ({"parallel": {"tensor_parallel_size": 2}}, {"tp_shards"}),
         ({"parallel": {"pipeline_parallel_size": 2}}, {"pp_size"}),
+        ({"parallel": context(2)}, {"dcp"}),
         ({"layers": ("a", "c")}, {"layers"}),
         ({"spec": spec(dtype=torch.float16)}, {"kv_dtype"}),
         ({"spec": spec(sliding_window=128)}, {"layers"}),
@@ -165,6 +171,20 @@ def differing(mine: dict[str, str], theirs: dict[str, str]) -> set[str]:
 )
 def test_what_the_bytes_depend_on_makes_a_difference(changes: dict[str, Any], names: set[str]) -> None:
     assert differing(running(), running(**changes)) == names
+
+
+def test_engines_whose_ranks_have_other_tokens_of_a_block_share_nothing() -> None:
+    """As many ranks and equal blocks: only the interleaving says which tokens, or a layer that each rank has whole."""
+    whole = spec(dcp_sharded=False)
+    engines: tuple[dict[str, Any], ...] = (
+        {"parallel": context(2)},
+        {"parallel": context(2, 16)},
+        {"parallel": context(4)},
+        {"parallel": context(2), "served": whole, "spec": whole},
+    )
+    found = [running(**each) for each in engines]
+    assert all(differing(found[0], other) == {"dcp"} for other in found[1:])
+    assert len({fingerprint.digest(each) for each in found}) == len(engines)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,19 @@ def test_groups_get_the_rules_of_their_layers(specs: tuple[Any, ...], rules: tup
     assert groups.of_engine(cache(*specs), 32, drafts=False) == Groups(rules, 32)
 
 
+def test_ranks_that_share_tokens_make_blocks_longer_where_they_do() -> None:
+    """As vLLM counts: a drafter's layers may be whole on each rank."""
+    draft = dataclasses.replace(WINDOW, dcp_sharded=False)
+    for specs, lengths in (((FULL,), [128]), ((uniform(MLA, MLA), draft), [128, 32])):
+        found = groups.of_engine(cache(*specs), min(lengths), drafts=False, shards=4)
+        assert [each.block_tokens for each in found.groups] == lengths
+    for length, hash_tokens in ((32, 32), (64, 64), (256, 128)):
+        state = dataclasses.replace(STATE, block_size=length)
+        with pytest.raises(ValueError, match="inside a block of states"):
+            groups.of_engine(cache(FULL, state), hash_tokens, drafts=False, shards=4)
+    groups.of_engine(cache(FULL, dataclasses.replace(STATE, block_size=128)), 128, drafts=False, shards=4)
+
+
 @pytest.mark.parametrize(
     ("words", "specs"),
     [

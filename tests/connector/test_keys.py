@@ -23,7 +23,9 @@ def upstream(config: Any, cache: Any, tp_rank: int, pp_rank: int, cache_prefix: 
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 
     worker = SimpleNamespace(
-        dcp_size=1,
+        dcp_size=config.parallel_config.decode_context_parallel_size,
+        pcp_size=config.parallel_config.prefill_context_parallel_size,
+        pp_size=config.parallel_config.pipeline_parallel_size,
         tp_size=config.parallel_config.tensor_parallel_size,
         tp_rank=tp_rank,
         num_kv_head=config.model_config.get_total_num_kv_heads(),
@@ -37,17 +39,19 @@ def upstream(config: Any, cache: Any, tp_rank: int, pp_rank: int, cache_prefix: 
     metadata = data.KeyMetadata(
         model_name=config.model_config.model.rstrip("/").split("/")[-1],
         tp_rank=tp_rank,
-        pcp_rank=0,
-        dcp_rank=0,
+        pcp_rank=config.parallel_config.rank // worker.tp_size % worker.pcp_size,
+        dcp_rank=tp_rank % worker.dcp_size,
         pp_rank=pp_rank,
         cache_prefix=cache_prefix,
     )
     found = []
-    databases = MooncakeStoreWorker._build_token_databases(worker, metadata, None)
+    databases = vars(worker)["token_dbs"] = MooncakeStoreWorker._build_token_databases(worker, metadata, None)
+    MooncakeStoreWorker._init_lookup_key_prefixes(worker)
     for group, (db, step) in enumerate(zip(databases, steps, strict=True)):
         # put_step_rank as in KVCacheStoreSendingThread (worker.py: (self.tp_rank + g_idx) % put_step)
         chunks = db.process_tokens(64 * 32, [DIGEST] * 64, put_step=step, put_step_rank=(tp_rank + group) % step)
         found.append((db.key_for(DIGEST), [start // 32 for start, _, _ in chunks]))
+        assert db.key_for(DIGEST).removesuffix(f"@{DIGEST.hex()}") in vars(worker)["_lookup_key_prefixes"][group]
     return found
 
 
@@ -69,15 +73,16 @@ def groups_of(kinds: str) -> list[Any]:
 
 @pytest.mark.parametrize("cache_prefix", ["", "prod"])
 @pytest.mark.parametrize(
-    ("tp_size", "kv_heads", "kinds"),
+    ("tp_size", "kv_heads", "kinds", "dcp_size"),
     [
-        (1, 8, "F"), (2, 2, "F"), (8, 2, "F"), (4, 1, "F"), (4, 1, "M"), (4, 8, "U"),
-        (1, 1, "FWS"), (4, 4, "FSS"), (4, 2, "FWW"), (4, 8, "Mm"), (4, 8, "UmM"),
-        (4, 2, "FS"), (2, 2, "MS"), (2, 8, "MW"), (4, 1, "SF"), (8, 2, "MFS"),
+        (1, 8, "F", 1), (2, 2, "F", 1), (8, 2, "F", 1), (4, 1, "F", 1), (4, 1, "M", 1), (4, 8, "U", 1),
+        (1, 1, "FWS", 1), (4, 4, "FSS", 1), (4, 2, "FWW", 1), (4, 8, "Mm", 1), (4, 8, "UmM", 1),
+        (4, 2, "FS", 1), (2, 2, "MS", 1), (2, 8, "MW", 1), (4, 1, "SF", 1), (8, 2, "MFS", 1),
+        (2, 1, "F", 2), (8, 2, "F", 4), (4, 1, "M", 2), (4, 1, "U", 4), (4, 1, "MS", 2), (8, 1, "FM", 4),
     ],
 )  # fmt: skip
-def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_prefix: str) -> None:
-    """TP1, TP2, fewer KV heads than ranks, MLA, groups: byte-equal keys, each copied by as many ranks as upstream.
+def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, dcp_size: int, cache_prefix: str) -> None:
+    """TP1, TP2, fewer KV heads than ranks, MLA, groups, DCP: byte-equal keys, each copied by as many ranks as upstream.
 
     Which of these ranks it is decides nothing: they hold the same bytes. Here it goes by the slot, there by the chunk.
     Where unlike numbers of ranks hold a group's bytes, more ranks copy a block than upstream's, and the daemon puts it
@@ -90,6 +95,7 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
         theirs: list[str] = []
         for tp_rank in range(tp_size):
             parallel = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": 2, "rank": pp_rank * tp_size}
+            parallel["decode_context_parallel_size"] = dcp_size
             config = vllm_config(Path("s"), model={"model": "org/Tiny-8B/"}, parallel=parallel)
             config.model_config.get_total_num_kv_heads = lambda: kv_heads
             ours = namespace.keys_of(config, cache, tp_rank, cache_prefix, upstream_keys=True)
@@ -101,4 +107,31 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, cache_pre
                 put += [f"{prefix}{slot}" for slot in mine]
                 theirs += [f"{key.removesuffix(DIGEST.hex())}{chunk}" for chunk in chunks]
         assert sorted(set(put)) == sorted(theirs)
-        assert len(set(put)) == len(put) or "S" in kinds or kinds == "MW"
+        assert len(set(put)) == len(put) or (dcp_size == 1 and ("S" in kinds or kinds == "MW"))
+
+
+def test_each_rank_of_prefill_context_parallelism_has_upstreams_key() -> None:
+    """Where upstream counts ranks right; elsewhere ours have their own keys, and upstream's format is refused."""
+    cache, sizes = kv_cache_config(groups_of("M"), 1), {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
+    for rank in range(4):
+        config = vllm_config(Path("s"), model={"model": "org/Tiny-8B/"}, parallel={**sizes, "rank": rank})
+        ours = namespace.keys_of(config, cache, rank % 2, "", upstream_keys=True)
+        ((key, _),) = upstream(config, cache, rank % 2, 0, "")
+        assert ours.prefixes[0] + DIGEST.hex() == key
+    for more in ({"decode_context_parallel_size": 4}, {"pipeline_parallel_size": 2}):
+        found = list[str]()
+        for rank in range(4 * more.get("pipeline_parallel_size", 1)):
+            config = vllm_config(Path("s"), parallel={**sizes, **more, "rank": rank})
+            found += namespace.keys_of(config, cache, rank % 2, "").prefixes
+            with pytest.raises(
+                ValueError, match=r"counts wrong: prefill_context_parallel_size=2 .*leave key_format out"
+            ):
+                namespace.keys_of(config, cache, rank % 2, "", upstream_keys=True)
+        # Of MLA all ranks hold the same bytes, but for the tokens that context parallelism divides.
+        assert len(set(found)) == 4
+        assert more.keys() == {"pipeline_parallel_size"} or [each.partition("@dcp")[2][0] for each in found] == [
+            "0",
+            "2",
+            "1",
+            "3",
+        ]

@@ -103,7 +103,13 @@ class Rank:
         cache = kinds.KVCacheConfig(4, [], members)
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(model="org/model", get_total_num_kv_heads=lambda: wide),
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1, rank=rank),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=ranks,
+                pipeline_parallel_size=1,
+                prefill_context_parallel_size=1,
+                decode_context_parallel_size=1,
+                rank=rank,
+            ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context=context),
         )

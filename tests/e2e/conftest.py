@@ -297,10 +297,12 @@ def each_reads_what_the_other_wrote(
     stored: int,
     seed: int,
     written: Mapping[int, int | None] = MappingProxyType({0: None, 1: None}),
+    dcp: int = 1,
 ) -> None:
     """Loads of either connector's values give the right tokens, and both store the same keys with the same bytes.
 
-    `stored`: the keys of a prompt of 300 tokens, in all groups; `written`: of each, how many bytes mean something.
+    `stored`: the keys of a prompt of 300 tokens, in all groups; `written`: of each, how many bytes mean something;
+    `dcp`: how many ranks share the tokens of a block.
     """
 
     def write(writer: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -315,7 +317,14 @@ def each_reads_what_the_other_wrote(
         assert write(writer, prompts) == tokens
         served(reader.run(prompts), tokens, hits(prompts))
     prompts, digests = make_prompts(2, 300, seed=seed), []
-    keys = {each: [control.block_keys(mine.spec.model, prompt, group=each) for prompt in prompts] for each in written}
+    keys = {
+        each: [
+            control.block_keys(mine.spec.model, prompt, group=each, tp_rank=rank, dcp=dcp)
+            for rank in range(dcp)
+            for prompt in prompts
+        ]
+        for each in written
+    }
     names = {each: [name for some in found for name in some] for each, found in keys.items()}
     for writer in (mine, theirs):
         assert writer.reset_prefix_cache()

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from kvprefetch.kv.keys import name_of, owner, whole_prefix
 from kvprefetch.shmring.wire.attach import WorkerInfo
 
-RANK = "m@tp_rank:%s@pcp0@dcp0@pp_rank:%s@group:0@fp:00@"
+RANK = "m@tp_rank:%s@pcp0@dcp%s@pp_rank:%s@group:0@fp:00@"
 
 
 def test_a_key_names_its_user_unless_users_share() -> None:
@@ -26,8 +26,10 @@ def test_no_prefix_that_an_engine_may_have_gives_a_key_of_another_user(prefix: s
 
 
 def test_all_ranks_of_an_engine_have_one_namespace() -> None:
-    names = {name_of(whole_prefix("u7@", RANK % rank, "aa")) for rank in ((0, 0), (1, 0), (3, 1), ("*", "*"))}
-    assert names == {"u7@m@tp_rank:*@pcp0@dcp0@pp_rank:*@group:0@fp:00@g:aa@"}
+    names = {
+        name_of(whole_prefix("u7@", RANK % rank, "aa")) for rank in ((0, 0, 0), (1, 1, 0), (3, 1, 1), ("*", "*", "*"))
+    }
+    assert names == {"u7@m@tp_rank:*@pcp*@dcp*@pp_rank:*@group:0@fp:00@g:aa@"}
 
 
 @pytest.mark.parametrize("prefix", ["model", "model@tp_rank:1", "model@tp_rank:1@ab"])

@@ -46,13 +46,14 @@ def chunk_hashes(tokens: Sequence[int], block_size: int = 32) -> list[bytes]:
 
 
 def block_keys(
-    model: Path | str, tokens: Sequence[int], block_size: int = 32, *, tp_rank: int = 0, group: int = 0
+    model: Path | str, tokens: Sequence[int], block_size: int = 32, *, tp_rank: int = 0, group: int = 0, dcp: int = 1
 ) -> list[str]:
     """Keys under which vLLM's Mooncake connector stores the blocks of a prompt in a KV group (no cache prefix).
 
-    kvprefetch's are the same with ``key_format="vllm"``; by default there are as many.
+    kvprefetch's are the same with ``key_format="vllm"``; by default there are as many.  `dcp`: ranks that share the
+    tokens of a block.
     """
-    prefix = f"{Path(model).name}@tp_rank:{tp_rank}@pcp0@dcp0@pp_rank:0@group:{group}@"
+    prefix = f"{Path(model).name}@tp_rank:{tp_rank}@pcp0@dcp{tp_rank % dcp}@pp_rank:0@group:{group}@"
     return [prefix + each.hex() for each in chunk_hashes(tokens, block_size)]
 
 

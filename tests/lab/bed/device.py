@@ -256,19 +256,21 @@ class Device:
     def _slots(self, group: Group, work: list[Work], spans: list[tuple[int, Any, Any]]) -> Slots:
         if not spans:
             none = np.empty(0, dtype=np.int64)
-            return Slots(none, none, none.astype(np.uint64), none, none)
+            return Slots(none, none, none.astype(np.uint64), none, none, none.astype(np.bool_))
         blocks = []
         for number, positions, _ in spans:
             table = np.asarray(work[number].request.blocks[group.number], dtype=np.int64)
             blocks.append(table[positions // group.block_tokens])
         position = np.concatenate([each for _, each, _ in spans])
+        mine, own = group.shard.places(position)
         whose = np.repeat([number for number, _, _ in spans], [len(each) for _, each, _ in spans])
         return Slots(
             np.concatenate(blocks),
-            position * 0 if group.kind == "state" else position % group.block_tokens,
+            position * 0 if group.kind == "state" else own % (group.block_tokens // group.shard.size),
             np.concatenate([each for _, _, each in spans]),
             whose,
             position,
+            mine,
         )
 
     def _copied(self, work: list[Work]) -> Counter[str]:

@@ -37,11 +37,8 @@ def spec(
     `layout`: of `layouts.MODELS`, or one of `layouts.given_specs`; `scheduling`: async or sync; `runner`: v2 or v1;
     `preset`: of the timeline, without which steps take no time.
     """
-    executor = (
-        "mp"
-        if tensor_parallel * pipeline_parallel > 1 or changes.get("own_worker")
-        else "tests.lab.bed.worker.Executor"
-    )
+    ranks = tensor_parallel * pipeline_parallel * (extra or {}).get("prefill_context_parallel_size", 1)
+    executor = "mp" if ranks > 1 or changes.get("own_worker") else "tests.lab.bed.worker.Executor"
     given = "" if layout in layouts.MODELS else layout
     return EngineSpec(
         model=layouts.MODELS["full" if given else layout](CHECKPOINTS) if model is None else model,
@@ -58,6 +55,7 @@ def spec(
         env={
             **Settings(preset, every_step, given).variable(),
             "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it computes nothing
             **(env or {}),
         },
         **changes,

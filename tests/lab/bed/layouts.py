@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,9 @@ def given_specs(name: str) -> dict[str, Any]:
     index = {**full, "dtype": torch.uint8, "head_size": 132}
     if name == "mla":
         return _layers(4, latent=kinds.MLAAttentionSpec(**full))
+    if name == "mla draft":  # a drafter that runs without context parallelism
+        draft = kinds.MLAAttentionSpec(**full, dcp_sharded=False)
+        return _layers(4, latent=kinds.MLAAttentionSpec(**full)) | _layers(1, draft=draft)
     if name == "fp8":
         quantised = {"dtype": torch.float8_e4m3fn, "kv_quant_mode": kinds.KVQuantMode.FP8_PER_TENSOR}
         return _layers(4, attn=kinds.FullAttentionSpec(**{**small, **quantised, "num_kv_heads": 2}))
@@ -97,11 +100,27 @@ class Layer:
     """Whether a token's KV also depends on the token after it, as with EAGLE: it is written once that is sampled."""
 
 
+class Shard(NamedTuple):
+    """Which tokens a rank has, with context parallelism: of `size` runs of `run` tokens each the one `number`."""
+
+    size: int = 1
+    number: int = 0
+    run: int = 1
+
+    def places(self, position: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Return whether this rank has the tokens at these positions, and how many of its own are before each."""
+        every = self.size * self.run
+        return position // self.run % self.size == self.number, position // every * self.run + position % self.run
+
+
+WHOLE = Shard()
+
+
 @dataclass(frozen=True)
 class Group:
     """Layers with one block table. `kind`: full, window, chunk or state; `span`: tokens of a window or a chunk.
 
-    A state is one row a block, after the last token that the block has.
+    A state is one row a block, after the last token that the block has.  `block_tokens`: of all ranks that share them.
     """
 
     number: int
@@ -111,6 +130,7 @@ class Group:
     layers: tuple[Layer, ...]
     checkpoint: Callable[[int, int], int] = lambda start, end: 0
     """Of states: how many tokens the state covers that a step from `start` to `end` also keeps; 0 if it keeps none."""
+    shard: Shard = WHOLE
 
     def first_needed(self, computed: int) -> int:
         """Return the first token whose KV the next token reads, where so many are computed."""
@@ -130,10 +150,12 @@ def groups_of(
     rank: int,
     kv_heads: int,
     drafters: Container[str] = (),
+    shard: Shard = WHOLE,
 ) -> tuple[Group, ...]:
     """Return the groups of an engine with these tensors (vLLM's, by layer), on tensor-parallel rank `rank`.
 
-    `kv_heads`: of the model, in each of its layers with attention; `drafters`: names of a drafter's layers.
+    `kv_heads`: of the model, in each of its layers with attention; `drafters`: names of a drafter's layers; `shard`: of
+    groups whose tokens ranks share.
     """
     from vllm.v1 import kv_cache_interface as kinds
 
@@ -158,7 +180,8 @@ def groups_of(
         elif not isinstance(one, kinds.FullAttentionSpec):
             raise ValueError(f"the bed has no oracle for {type(one).__name__}")
         rest = {"checkpoint": _checkpoint(kv_cache_config, one)} if getattr(one, _CHECKPOINTS, 0) else {}
-        found.append(Group(number, spec.block_size, kind, span, tuple(layers), **rest))
+        own = shard if spec.dcp_sharded else WHOLE
+        found.append(Group(number, spec.block_size * own.size, kind, span, tuple(layers), **rest, shard=own))
     return tuple(found)
 
 

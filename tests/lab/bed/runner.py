@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
-from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
@@ -111,7 +111,8 @@ class Runner(LoRAModelRunnerMixin):
             kv_cache_groups=kv_cache_config.kv_cache_groups,
         )
         self._blocks = kv_cache_config.num_blocks
-        ranks = get_tp_group()
+        ranks, parallel = get_tp_group(), self._config.parallel_config
+        sharing = get_dcp_group()
         groups = layouts.groups_of(
             kv_cache_config,
             self._tensors,
@@ -119,12 +120,13 @@ class Runner(LoRAModelRunnerMixin):
             ranks.rank_in_group,
             self._config.model_config.get_total_num_kv_heads(),
             self._drafter_layers,
+            layouts.Shard(sharing.world_size, sharing.rank_in_group, parallel.cp_kv_cache_interleave_size),
         )
         self.device = Device(
             groups,
             self._config.model_config.get_vocab_size(),
             self._blocks,
-            rank=self._config.parallel_config.rank,
+            rank=parallel.rank,
             every_step=self.settings.every_step,
         )
         self.loads = Loads(time.monotonic_ns, self.device.bytes_of)
@@ -309,7 +311,7 @@ class Runner(LoRAModelRunnerMixin):
     @staticmethod
     def _agree(plan: Plan) -> None:
         """Let a wrong block on one rank make the tokens of all ranks wrong, as sums over ranks would."""
-        for ranks in (get_tp_group(), get_pp_group()):
+        for ranks in (get_tp_group(), get_pcp_group(), get_pp_group()):
             if ranks.world_size > 1:
                 bad = torch.tensor([number in plan.bad for number in range(len(plan.work))], dtype=torch.uint8)
                 torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)

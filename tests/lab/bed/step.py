@@ -80,23 +80,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Slots:
-    """Places of tokens in a group, as flat arrays; `work` and `position` say whose."""
+    """Places of tokens in a group, as flat arrays; `work` and `position` say whose, `mine` whether on this rank."""
 
     blocks: NDArray[np.int64]
     offsets: NDArray[np.int64]
     prefix: oracle.Prefixes
     work: NDArray[np.int64]
     position: NDArray[np.int64]
+    mine: NDArray[np.bool_]
 
     def of(self, layer: Layer) -> Slots:
-        """Return the rows that are complete, of a layer whose rows stand for several tokens."""
+        """Return this rank's rows; those that are complete, of a layer whose rows stand for several tokens."""
         size = layer.row_tokens
-        if size == 1:
+        kept = self.mine & ((self.position + 1) % size == 0)
+        if size == 1 and kept.all():
             return self
-        ends = (self.position + 1) % size == 0
-        return Slots(
-            self.blocks[ends], self.offsets[ends] // size, self.prefix[ends], self.work[ends], self.position[ends]
-        )
+        every = (self.blocks, self.offsets // size, self.prefix, self.work, self.position, self.mine)
+        return Slots(*(each[kept] for each in every))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_random_seed
@@ -25,11 +26,12 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from tests.lab.bed import layouts, loads
 from tests.lab.bed.runner import Runner
+from tests.lab.bed.streams import Streams
 from tests.lab.bed.timeline import Timeline
 
 
 def install() -> None:
-    """Let a CPU engine schedule asynchronously, cache prefixes and have Model Runner V2, as asked. Once per process."""
+    """Let a CPU engine schedule asynchronously, cache prefixes and have Model Runner V2, as asked."""
     readers: list[Any] = [sys.modules[VllmConfig.__module__], gpu_worker]
     for module in readers:
         module.HAS_TRITON = True  # read to choose a model runner, which here compiles nothing
@@ -68,6 +70,7 @@ class Worker(CPUWorker):
     """`worker_cls="tests.lab.bed.worker.Worker"`."""
 
     model_runner: Any
+    streams: Streams | None = None
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -93,10 +96,24 @@ class Worker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Without a stage's tensors for the next one: each stage knows from the oracle what it computes."""
+        if self.streams is not None:
+            self.streams.step_begins()
         return self.model_runner.execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         self.model_runner.step_idle()
+
+    def synchronize_device(self) -> None:
+        if self.streams is not None:
+            self.streams.synchronize()
+
+    def bed_copies(self, rank: int, seconds: float) -> None:
+        """Let copies of this rank, of our connector, end so much later from now on."""
+        if rank == self.rank:
+            if self.streams is None:
+                side = get_kv_transfer_group().worker_side
+                side.copies = self.streams = Streams(side.copies)
+            self.streams.seconds = seconds
 
     def sleep(self, level: int = 1) -> None:
         """Give up the KV memory, whatever the level: weights the bed has none."""
