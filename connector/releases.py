@@ -62,7 +62,7 @@ USED: Mapping[str, str] = {
     "vllm.config.KVTransferConfig": "engine_id is_kv_consumer is_kv_producer kv_connector_extra_config"
     " kv_load_failure_policy",
     "vllm.config.LoadConfig": "download_dir load_format",
-    "vllm.config.ModelConfig": "architecture code_revision dtype enable_sleep_mode get_total_num_kv_heads() hf_config"
+    "vllm.config.ModelConfig": "architecture code_revision dtype get_total_num_kv_heads() hf_config"
     " hf_config_path hf_overrides is_encoder_decoder max_model_len model model_class_overrides model_weights"
     " multimodal_config override_generation_config quantization quantization_config revision served_model_name"
     " trust_remote_code try_get_generation_config()",

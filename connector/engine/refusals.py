@@ -44,11 +44,6 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             f"ever be complete: pipeline_parallel_size={parallel.pipeline_parallel_size} max=1 "
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 (set it to 1, vLLM's default)"
         )
-    if vllm_config.model_config.enable_sleep_mode:
-        raise _refused(
-            "sleep mode is not served: enable_sleep_mode=True (no test has put an engine with a GPU to sleep while its "
-            "KV was being copied)"
-        )
     if parallel.enable_fault_tolerance:
         raise _refused(
             "fault tolerance is not served: enable_fault_tolerance=True (after a step that failed the engine goes on "

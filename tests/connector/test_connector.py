@@ -155,7 +155,6 @@ REFUSED = [
         None,
         pytest.mark.shows("saved, then loaded: tokens equal", "encoder-decoder", refused=True),
     ),
-    refused("sleep mode", {"model": {"enable_sleep_mode": True}}, None, pytest.mark.shows("sleep mode", refused=True)),
     refused("wait_timeout_ms", {"extra": {"wait_timeout_ms": -5}}),
 ]
 

@@ -264,29 +264,6 @@ def test_a_served_engine_hints_while_a_step_runs_and_loads_in_the_next(site: Sit
     assert 5 < statistics.median(early) < 50
 
 
-def asleep(engine: Any, level: int) -> None:
-    """In the engine's process: sleep at once, and wake up."""
-    engine.sleep(level)
-    time.sleep(0.2)
-    engine.wake_up()
-
-
-@pytest.mark.parametrize(("level", "executor"), [(1, {}), (2, {"distributed_executor_backend": "mp"})])
-def test_nobody_touches_the_kv_of_an_engine_that_sleeps(site: Site, level: int, executor: dict[str, str]) -> None:
-    """Its memory is unmapped: who copies then ends the engine.  Awake, it saves and loads as before."""
-    connector = bed_connector(site, f"bed-sleep-{level}")
-    engine = site.engine(bed.spec(connector=connector, num_gpu_blocks=400, extra=executor))
-    prompts = make_prompts(6, 600)
-    for number, hit in enumerate((0, 0, 576)):  # asleep, vLLM resets what its connector knows, too
-        served = engine.run(prompts, max_tokens=4)
-        nothing_wrong(engine, prompts, served.tokens)
-        assert max(served.cached_tokens) == hit
-        if number == 0:
-            engine.call("tests.e2e.test_bed:asleep", level)
-        site.fresh(engine)
-    engine.stop()
-
-
 def test_adapters_have_each_their_own_kv(site: Site, tmp_path: Path) -> None:
     """vLLM reads the adapters' files, as only of those that were read KV is shared; the device knows their names."""
     adapters = {"one": 1, "two": 2, "": 0}

@@ -31,11 +31,12 @@ from tests.lab.bed.timeline import Timeline
 
 
 def install() -> None:
-    """Let a CPU engine schedule asynchronously, cache prefixes and have Model Runner V2, as asked."""
+    """Let a CPU engine schedule asynchronously, cache prefixes, sleep and have Model Runner V2, as asked."""
     readers: list[Any] = [sys.modules[VllmConfig.__module__], gpu_worker]
     for module in readers:
         module.HAS_TRITON = True  # read to choose a model runner, which here compiles nothing
     platform: Any = CpuPlatform
+    platform.is_sleep_mode_available = lambda self: True
     original = platform.check_and_update_config.__func__
     if hasattr(original, "around"):
         return
