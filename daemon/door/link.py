@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ class DaemonConnection:
 
     def __init__(self, path: Path, hear: Callable[[AnnounceStep], None], gone: Callable[[], None]) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # For a daemon that stands still; a timeout of Python's would be one for `_listen`, too.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
         self._sock.connect(os.fspath(path))
         self._sending, self._asking = threading.Lock(), threading.Lock()
         self._answers: queue.SimpleQueue[Engine | Report] = queue.SimpleQueue()
