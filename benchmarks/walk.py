@@ -39,11 +39,11 @@ if __name__ == "__main__" or TYPE_CHECKING:  # the daemon does without
 
 # Calls, files and moves: an eighth above what is reached, as a loaded machine has a few more turns of the loop.
 CEILINGS = {
-    "load": (820, 82, 550),
-    "load now": (1080, 82, 750),
-    "save": (570, 64, 370),
-    "announced": (640, 58, 430),
-    "tick": (185, 52, 110),
+    "load": (716, 80, 457),
+    "load now": (880, 83, 584),
+    "save": (500, 61, 312),
+    "announced": (546, 57, 346),
+    "tick": (180, 52, 97),
 }
 PER_BLOCK = 1
 BLOCK, BLOCKS, LONG = 32, 10, 50

@@ -47,11 +47,10 @@ class Control:
         self.handshake = Handshake(shared, epochs, self._connections, epoll)
         self._admin = Admin(shared, epochs)
         self._budget = Budget()
-        self._door = DoorSockets(shared.config, epoll, shared.log)
-
-    @property
-    def door(self) -> DoorSockets:
-        return self._door
+        self.door = DoorSockets(shared.config, epoll, shared.log)
+        # While one of them has members, `carry_on` is to be called: engines whose memory is being reserved, and
+        # connections that wait until their user may ask.
+        self.reserving, self.asking = self.handshake.reserving, self._connections.asking
 
     def listen_on(self, sock: socket.socket) -> None:
         self._connections.listen_on(sock, access_of(sock, self._shared.config))
@@ -62,7 +61,7 @@ class Control:
         A connection whose user's questions took too much of the loop's time waits.  An engine's processes do not, and
         they ask nothing.
         """
-        self._door.ready(fds, now_ns)
+        self.door.ready(fds, now_ns)
         for fd in fds:
             if fd == self._connections.sock.fileno():
                 for closed in self._connections.accept():
@@ -81,9 +80,9 @@ class Control:
 
     def carry_on(self, now_ns: int) -> bool:
         """Attach the engines whose memory is there by now; True while connections wait until their user may ask."""
-        if self.handshake.reserving:
+        if self.reserving:
             self.handshake.carry_on()
-        if not self._connections.asking:
+        if not self.asking:
             return False
         return self._connections.resume(lambda uid: self._budget.left(uid, now_ns) > 0)
 
@@ -93,7 +92,7 @@ class Control:
         self._budget.tick(now_ns)
         self._shared.refusals.tick()
         self.handshake.tick(now_ns)
-        self._door.tick(now_ns)
+        self.door.tick(now_ns)
 
     def reload(self, config: DaemonConfig, report: Report) -> None:
         """Serve by this configuration from now on, and tell the operators who asked for it."""
@@ -106,7 +105,7 @@ class Control:
         self._admin.reloaded(report)
 
     def close(self) -> None:
-        self._door.close()
+        self.door.close()
         self.handshake.end_all(Ending.DAEMON_STOPPED)
         self._connections.close_all()
 

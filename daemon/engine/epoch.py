@@ -20,7 +20,7 @@ from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, Record
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
-from ..work.calls import Call, CallKind, EngineCalls
+from ..work.calls import Call, CallKind
 from .epoch_calls import EpochCalls, Hear
 from .epoch_fetches import Fetches
 from .epoch_parts import EpochParts, Services
@@ -40,17 +40,15 @@ def event(method: Callable[Concatenate[Epoch, P], None]) -> Callable[Concatenate
     return taken
 
 
-class Epoch(EngineCalls):
+class Epoch(EpochCalls):
     """One epoch of one engine incarnation, from the moment all its processes said hello until the last one is gone.
 
     Records and results arrive through `take`, and methods that are an `event` too.  Then the epoch carries on.
     """
 
     def __init__(self, services: Services, memory: EngineMemory, engine: EngineInfo) -> None:
-        self.parts = parts = EpochParts(services, memory, engine)
-        super().__init__(parts.log)
-        self._services = services
-        self._calls, self._fetches = EpochCalls(parts, self), Fetches(parts, self)
+        super().__init__(parts := EpochParts(services, memory, engine))
+        self._fetches = Fetches(parts, self)
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
         self.planner, self.saver, self.channel = parts.planner, parts.saver, parts.channel
         self.counters, self.traces = parts.counters, parts.traces
@@ -59,15 +57,6 @@ class Epoch(EngineCalls):
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
         self.channel.liveness.beat(self.since_ns)
         self.channel.credits.grant(self.saver.next_grant())
-
-    def carry_on(self) -> None:
-        """Carry out what the parts want done now; the loop asks for fetches and puts."""
-        if self.closing:
-            if not self.broken:
-                self._calls.publish()
-            self._calls.reply()
-        else:
-            self._calls.carry_on()
 
     @property
     def use_again_ms(self) -> int:
@@ -84,8 +73,8 @@ class Epoch(EngineCalls):
     @event
     def activate(self, workers: Sequence[Mapped]) -> None:
         """All processes mapped the epoch, and the workers say how: hints are welcome."""
-        self._calls.device_off(self.memory.device_error)
-        self._calls.device_off(self.parts.promoter.start(workers))
+        self.device_off(self.memory.device_error)
+        self.device_off(self.parts.promoter.start(workers))
         self.channel.liveness.set_state(PeerState.ACTIVE)
 
     @event
@@ -134,7 +123,7 @@ class Epoch(EngineCalls):
             if (request := self.planner.finish(key)) is not None:
                 self._write(request, Ending.FORSAKEN)
         if late := parts.look_ups.tick(now_ns):
-            self._calls.answer(late, now_ns)
+            self.answer(late, now_ns)
         self.planner.tick()
         parts.sessions.forget_outdated(now_ns)
         for key in parts.ahead.expired(now_ns):
@@ -153,7 +142,7 @@ class Epoch(EngineCalls):
         parts = self.parts
         self.channel.liveness.set_state(PeerState.CLOSING)
         self.contain(parts.ahead.stop, None, "the engine is gone")
-        self.contain(self._calls.reply, None, len(parts.ahead.outcomes))
+        self.contain(self.reply, None, len(parts.ahead.outcomes))
         if not self.broken:
             self.drain(self._ended_ns + LAST_NS)
         if (device := self.memory.device) is not None:
@@ -182,16 +171,10 @@ class Epoch(EngineCalls):
 
         Return how many records there were.
         """
-        owed, count = self.owes, 0
-        if self.channel.ring.waiting:
-            count = self.take(self._drain, 0, until_ns)
-            self.heard_ns = self._services.clock_ns()
-        if owed:
-            self.take(self._calls.reply, None)
-        return count
+        return self.take(self._drain, 0, until_ns)
 
     def _drain(self, until_ns: int) -> int:
-        ring, count, clock_ns = self.channel.ring, 0, self._services.clock_ns
+        owed, ring, count, clock_ns = self.owes, self.channel.ring, 0, self._services.clock_ns
         while (count == 0 or clock_ns() < until_ns) and (record := ring.peek()) is not None:
             count += 1
             try:
@@ -200,6 +183,10 @@ class Epoch(EngineCalls):
                 self.counters.add("bad_records")
                 self._log.warning("record.bad", error=str(error), count=int(self.counters["bad_records"]))
             ring.advance()
+        if count:
+            self.heard_ns = clock_ns()
+        if owed:
+            self.reply()
         return count
 
     def _handle(self, record: Record) -> None:
@@ -219,11 +206,11 @@ class Epoch(EngineCalls):
         elif record.kind == RecordKind.SAVED:
             saved = records.decode_saved(record.payload)
             self.channel.check_saved(saved)
-            self._calls.count_puts(self.saver.saved(saved, saving=self.parts.saving))
+            self.count_puts(self.saver.saved(saved, saving=self.parts.saving))
         elif record.kind == RecordKind.USED:
             used = records.decode_used(record.payload)
             self.channel.check_used(used)
-            self._calls.used(used.hashes, used.hash_bytes, used.blocks, self._services.clock_ns())
+            self.used(used.hashes, used.hash_bytes, used.blocks, self._services.clock_ns())
         else:
             raise ProtocolError(f"unknown record kind: kind={record.kind}")
 
@@ -236,11 +223,11 @@ class Epoch(EngineCalls):
         self.channel.lend(hint)
         self.counters.add("hints")
         now = self._services.clock_ns()
-        prompt = self._calls.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
+        prompt = self.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
         met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes, hint.local_blocks), None
         if hint.session != NO_SESSION and self._services.config.sessions == "on" and self.parts.mode == "on":
-            gap_ns = self._calls.session_came(hint, now)
+            gap_ns = self.session_came(hint, now)
         self.parts.sessions.used(hint.blocks - hint.local_blocks)
         self.traces.begin(key, hint, now, met, gap_ns)
         self.counters.metrics.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
@@ -248,9 +235,9 @@ class Epoch(EngineCalls):
         if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
             self.planner.fetch_nothing(request)
         else:
-            self._calls.look_up(request, now)
+            self.look_up(request, now)
         if hint.local_blocks and not self.closing:
-            self._calls.used(hint.hashes, hint.hash_bytes, hint.local_blocks, now)
+            self.used(hint.hashes, hint.hash_bytes, hint.local_blocks, now)
 
     def _done(self, done: records.Done) -> None:
         self.channel.check_done(done)
@@ -300,7 +287,7 @@ class Epoch(EngineCalls):
         if not ahead:
             starved = order is None and self.planner.starved(lane)
             self.parts.reasons.note_room(lane, self._services.clock_ns(), starved=starved)
-        self._calls.publish()
+        self.publish()
         self.owes = self.owes or self.planner.holdings.owes
         if order is not None:
             self._fetches.start(order)
@@ -308,12 +295,12 @@ class Epoch(EngineCalls):
 
     def start_save(self) -> bool:
         """Start the put that waits; False if there is none, no room for it, or loads go first."""
-        return not self.closing and self.contain(self._calls.start_save, False)
+        return not self.closing and self.contain(self._start_save, False)
 
     @event
     def announce(self, order: Announce, hashes: bytes, reply: Hear) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it, more than once."""
-        self._calls.announce(order, hashes, reply)
+        self._announce(order, hashes, reply)
 
     @event
     def reset(self, reset: Reset) -> None:
@@ -329,5 +316,5 @@ class Epoch(EngineCalls):
         for request in self.planner.reset():
             self._write(request, Ending.RESET)
         parts.send(ResetDone(reset_generation=reset.reset_generation))
-        self._calls.count_puts(lost)  # after the answer: a full socket drops the notices behind it
+        self.count_puts(lost)  # after the answer: a full socket drops the notices behind it
         self._log.info("engine.reset", reset_generation=reset.reset_generation, weights=reset.weights)

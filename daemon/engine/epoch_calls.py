@@ -31,17 +31,23 @@ Hear = Callable[[AnnounceStep], bool | None]  # True: it has to be said again
 REPLIES = 4  # in a turn of the loop: each costs some 60 us, and hundreds may be due at once
 
 
-class EpochCalls:
+class EpochCalls(EngineCalls):
     """The calls that the parts of one epoch want, but fetches."""
 
-    def __init__(self, parts: EpochParts, engine: EngineCalls) -> None:
-        self._parts, self._services, self._engine = parts, parts.services, engine
+    def __init__(self, parts: EpochParts) -> None:
+        super().__init__(parts.log)
+        self.parts, self._services = parts, parts.services
         self._replies: dict[int, tuple[Announce, Hear]] = {}  # of announcements, by number
         self._announcements = 0
 
     def carry_on(self) -> None:
         """Carry out what the parts want done now; the loop asks for fetches and puts."""
-        parts, now = self._parts, self._services.clock_ns()
+        if self.closing:
+            if not self.broken:
+                self.publish()
+            self.reply()
+            return
+        parts, now = self.parts, self._services.clock_ns()
         saver, ahead = parts.saver, parts.ahead
         if parts.look_ups.due(now):
             self._look_up_next(now)
@@ -58,14 +64,14 @@ class EpochCalls:
             self._look_up_next(now)
             self.publish()
         owes = bool(ahead.outcomes or saver.given_up) or parts.planner.holdings.owes
-        self._engine.owes = owes or (parts.look_ups.waiting and not self._services.store.answering)
+        self.owes = owes or (parts.look_ups.waiting and not self._services.store.answering)
 
     def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
-        self._services.pools.start(Call(kind, run, on_result, overdue, self._engine))
+        self._services.pools.start(Call(kind, run, on_result, overdue, self))
 
     def publish(self) -> None:
         """Enter in flags and slot tables what the planner published or took back."""
-        parts, holdings = self._parts, self._parts.planner.holdings
+        parts, holdings = self.parts, self.parts.planner.holdings
         if holdings.owes:
             holdings.settle()
         while (change := holdings.next_change()) is not None:
@@ -88,7 +94,7 @@ class EpochCalls:
 
     def _broken(self, request: Request) -> None:
         """Look for the next shorter prefix of a request that lost chosen blocks."""
-        if self._parts.planner.requests.get(request.key) is request:
+        if self.parts.planner.requests.get(request.key) is request:
             now = self._services.clock_ns()
             self.look_up(request, now, again=True)
             self._look_up_next(now)
@@ -97,15 +103,15 @@ class EpochCalls:
 
     def look_up(self, request: Request, now_ns: int, *, again: bool = False) -> None:
         """Find out which blocks of a request there are."""
-        answer = self._parts.look_ups.add(request, now_ns, answering=self._services.store.answering, again=again)
+        answer = self.parts.look_ups.add(request, now_ns, answering=self._services.store.answering, again=again)
         if answer is not None:
             self.answer([answer], now_ns)
 
     def _look_up_next(self, now_ns: int) -> None:
         if not self._services.store.answering:
-            self.answer(self._parts.look_ups.give_up(now_ns), now_ns)
+            self.answer(self.parts.look_ups.give_up(now_ns), now_ns)
             return
-        parts, look_ups = self._parts, self._parts.look_ups
+        parts, look_ups = self.parts, self.parts.look_ups
         keep = parts.mode == "on" and now_ns >= self._services.full_until_ns
         if (batch := look_ups.next_batch(now_ns, keep=keep)) is not None:
             store, config = self._services.store, self._services.config
@@ -115,19 +121,19 @@ class EpochCalls:
 
     def _look_up_overdue(self, batch: Batch) -> None:
         blocks = sum(map(len, batch.digests))
-        self._parts.log.warning("call.overdue", call="look_up", blocks=blocks)
+        self.parts.log.warning("call.overdue", call="look_up", blocks=blocks)
         self._services.store.suspect("look_up")
         self._looked_up(batch, None)
 
     def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found, now = None if isinstance(result, BaseException) else result, self._services.clock_ns()
-        self.answer(self._parts.look_ups.answered(batch, found, now), now)
-        self._parts.counters.reach("kept_blocks", self._parts.look_ups.leases.blocks)
+        self.answer(self.parts.look_ups.answered(batch, found, now), now)
+        self.parts.counters.reach("kept_blocks", self.parts.look_ups.leases.blocks)
 
     def used(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int) -> None:
         """A request uses so many leading blocks of the engine's own cache: have the store keep them, too."""
-        if self._parts.mode == "on" and self._services.store.answering:
-            leases, groups = self._parts.look_ups.leases, self._parts.engine.groups
+        if self.parts.mode == "on" and self._services.store.answering:
+            leases, groups = self.parts.look_ups.leases, self.parts.engine.groups
             stop = groups.digests(blocks) * hash_bytes
             prefix = hashes[stop - hash_bytes : stop]
             if now_ns >= self._services.full_until_ns and not leases.lately(prefix, now_ns):
@@ -137,13 +143,13 @@ class EpochCalls:
     def _used_staged(self, request: Request, now_ns: int) -> None:
         """A request uses blocks that were in staging when it was looked up, without a question to the store."""
         if request.announced is None and now_ns >= self._services.full_until_ns and self._services.store.answering:
-            leases, size = self._parts.look_ups.leases, request.prompt.name_bytes
+            leases, size = self.parts.look_ups.leases, request.prompt.name_bytes
             if not leases.lately(prefix := request.digest(request.issued - 1), now_ns):
                 leases.use(request.names[: request.issued * size], size, now_ns, prefix=prefix)
 
     def _tell_absent(self, names: Sequence[bytes]) -> None:
         """Have the engine save these blocks again, if they are in its cache, and nobody is saving them."""
-        parts = self._parts
+        parts = self.parts
         if parts.engine.scheduler.saves and parts.saving:
             putting = parts.saver.putting()
             absent = [name for name in names if name not in putting]
@@ -160,7 +166,7 @@ class EpochCalls:
 
     def answer(self, answers: Sequence[LookedUp | Lost | GoneBlocks], now_ns: int) -> None:
         """Take what look-ups found out."""
-        parts, store, sizes = self._parts, self._services.store, self._services.pools.sizes
+        parts, store, sizes = self.parts, self._services.store, self._services.pools.sizes
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
             if isinstance(answer, GoneBlocks):
@@ -196,13 +202,13 @@ class EpochCalls:
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
-    def announce(self, order: Announce, hashes: bytes, reply: Hear) -> None:
+    def _announce(self, order: Announce, hashes: bytes, reply: Hear) -> None:
         """Stage a prompt that no request wants yet; `reply` gets what becomes of it.
 
         An `order` that names a session is for the newest prompt of that.
         """
         if order.session:
-            if (chain := self._parts.sessions.chain(bytes.fromhex(order.session))) is None:
+            if (chain := self.parts.sessions.chain(bytes.fromhex(order.session))) is None:
                 on = self._services.config.sessions == "on"
                 reason = "no request of this session came lately" if on else "the daemon's sessions are off"
                 reply(AnnounceStep(number=order.number, outcome="missing", reason=reason))
@@ -211,14 +217,14 @@ class EpochCalls:
             order = order.model_copy(update={"hashes": len(hashes) // size, "hash_bytes": size})
         self._announcements += 1
         self._replies[self._announcements] = order, reply
-        ahead, mode = self._parts.ahead, self._parts.mode
+        ahead, mode = self.parts.ahead, self.parts.mode
         ahead.add(self._announcements, order, hashes, self._services.clock_ns())
         if mode != "on":
             ahead.stop(f"nothing is staged for this engine now: mode={mode}")
 
     def session_came(self, hint: Hint, now_ns: int) -> int | None:
         """Take a hint of a session's request; return how long (ns) after the session's last one it came."""
-        parts = self._parts
+        parts = self.parts
         chain, block_ns = Chain(hint.hashes, hint.hash_bytes), parts.planner.block_ns[Lane.MEMORY]
         block_ns *= len(parts.engine.groups)
         gap_ns, outdated = parts.sessions.arrived(hint.session, chain, hint.local_blocks, now_ns, block_ns)
@@ -229,7 +235,7 @@ class EpochCalls:
 
     def _announce_sessions(self, now_ns: int) -> None:
         """Announce the prompts of sessions that are about to come back."""
-        parts, sessions = self._parts, self._parts.sessions
+        parts, sessions = self.parts, self.parts.sessions
         free_blocks = parts.planner.blocks.free // len(parts.engine.groups)
         while parts.mode == "on":
             number = self._announcements + 1
@@ -246,16 +252,16 @@ class EpochCalls:
                 expected_ms=due.expected_ms,
                 ttl_ms=due.ttl_ms,
             )
-            self.announce(order, b"", partial(self._session_told, due))
+            self._announce(order, b"", partial(self._session_told, due))
 
     def _session_told(self, due: Due, outcome: AnnounceStep) -> None:
-        self._parts.sessions.told(due, self._services.clock_ns(), outcome)
+        self.parts.sessions.told(due, self._services.clock_ns(), outcome)
 
     def _hint_ahead(self, now_ns: int) -> bool:
         """Plan announced prompts; False if none waits to be planned."""
         hinted = False
-        while (wanted := self._parts.ahead.next_wanted(now_ns)) is not None:
-            prompt, planner = self.prompt(wanted.hashes, range(wanted.blocks)), self._parts.planner
+        while (wanted := self.parts.ahead.next_wanted(now_ns)) is not None:
+            prompt, planner = self.prompt(wanted.hashes, range(wanted.blocks)), self.parts.planner
             request = planner.hint(wanted.key, prompt, wanted.priority, wanted.due_ns, wanted.announced)
             self.look_up(request, now_ns)
             hinted = True
@@ -263,13 +269,13 @@ class EpochCalls:
 
     def prompt(self, hashes: bytes, blocks: range) -> Prompt:
         """Return what is known of the prompt with these hashes, whose `blocks` may be loaded."""
-        planned = self._parts.planner.blocks
+        planned = self.parts.planner.blocks
         room = planned.slot_count - planned.quarantined
-        return Prompt(self._parts.engine.groups, hashes, blocks, room=room, staged=planned.holds)
+        return Prompt(self.parts.engine.groups, hashes, blocks, room=room, staged=planned.holds)
 
     def reply(self, most: int = REPLIES) -> None:
         """Say what became of announcements, and write a line about each one that is over."""
-        parts, outcomes = self._parts, self._parts.ahead.outcomes
+        parts, outcomes = self.parts, self.parts.ahead.outcomes
         for _ in range(min(most, len(outcomes))):
             number, outcome = outcomes.popleft()
             order, reply = self._replies[number]
@@ -289,10 +295,10 @@ class EpochCalls:
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def start_save(self) -> bool:
+    def _start_save(self) -> bool:
         """Start the put that waits; False if there is none, no room for it, or loads go first."""
-        parts, pools, now = self._parts, self._services.pools, self._services.clock_ns()
-        if not parts.saver.waiting(now) or not pools.save_room(self._engine):
+        parts, pools, now = self.parts, self._services.pools, self._services.clock_ns()
+        if not parts.saver.waiting(now) or not pools.save_room(self):
             return False
         link, size, (least, most) = pools.link_share, parts.memory.block_bytes, parts.put_blocks
         blocks = min(most, max(least, link.put_bytes // size)) if link.open(now) else 0
@@ -305,12 +311,12 @@ class EpochCalls:
 
     def _put_overdue(self, put: Put) -> None:
         """Log an overdue put. No other put starts until it returns."""
-        self._parts.log.warning("call.overdue", call="save", blocks=len(put.blocks))
+        self.parts.log.warning("call.overdue", call="save", blocks=len(put.blocks))
 
     def _stored(self, put: Put, started_ns: int, result: transfers.SaveResult | BaseException) -> None:
         if isinstance(result, BaseException):
             result = transfers.SaveResult(0, 0, len(put.blocks), [])
-        parts, pools, now = self._parts, self._services.pools, self._services.clock_ns()
+        parts, pools, now = self.parts, self._services.pools, self._services.clock_ns()
         size = parts.memory.block_bytes
         pools.link_share.ended(len(put.blocks) * size, result.stored * size, now - started_ns)
         pools.rates.saves.add(result.stored * size)
@@ -323,7 +329,7 @@ class EpochCalls:
 
     def count_puts(self, ended: Sequence[Put]) -> None:
         """Count the puts that have ended, and log the saves that have."""
-        parts = self._parts
+        parts = self.parts
         for put in ended:
             parts.counters.add("saved_blocks", put.stored)
             parts.counters.add("saved_again_blocks", put.stored_before)
@@ -345,12 +351,12 @@ class EpochCalls:
     # --- the device -------------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        while (job := self._parts.promoter.next_job()) is not None:
+        while (job := self.parts.promoter.next_job()) is not None:
             on_result = partial(self._device_done, job, self._services.clock_ns())
             self._start(CallKind.COPY, job.run, on_result, partial(self._device_overdue, job))
 
     def _device_done(self, job: DeviceJob, started_ns: int, result: str | BaseException) -> None:
-        parts, error = self._parts, "the job failed" if isinstance(result, BaseException) else result
+        parts, error = self.parts, "the job failed" if isinstance(result, BaseException) else result
         off = parts.promoter.done(job, error)
         if job.order is not None:
             blocks = len(job.order.slots)
@@ -365,10 +371,10 @@ class EpochCalls:
 
     def _device_overdue(self, job: DeviceJob) -> None:
         if job.order is not None:
-            self._parts.log.warning("call.overdue", call="copy", blocks=len(job.order.slots))
-        self.device_off(self._parts.promoter.overdue(job))
+            self.parts.log.warning("call.overdue", call="copy", blocks=len(job.order.slots))
+        self.device_off(self.parts.promoter.overdue(job))
 
     def device_off(self, error: str) -> None:
         """Log why there is no device cache any more, if there is a reason."""
         if error:
-            self._parts.log.warning("device.off", error=error)
+            self.parts.log.warning("device.off", error=error)

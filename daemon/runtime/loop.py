@@ -11,10 +11,9 @@ import select
 import time
 from collections.abc import Sequence
 
-from ...shmring.ring import Consumer
 from ..control.epochs import Shared
 from ..control.server import Control
-from ..planning.planner import Planner
+from ..engine.epoch import Epoch
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from .signals import Signals
@@ -47,13 +46,17 @@ class Loop:
 
     def turn(self, now_ns: int, until_ns: int) -> None:
         """Do the work that is there, and wait for more until the next tick."""
-        self._shared.pools.run_finished()
-        if self._control.carry_on(now_ns):
+        pools, control = self._shared.pools, self._control
+        if pools.rung:
+            pools.run_finished()
+        if (control.reserving or control.asking) and control.carry_on(now_ns):
             until_ns = min(until_ns, now_ns + ASKING_NS)
-        self._start_fetches()
-        self._start_saves(now_ns)
+        if any(True in epoch.planner.ready for epoch in self._epochs.all):
+            self._start_fetches()
+        if pools.saves or pools.link_share.competing or any(epoch.saver.puts for epoch in self._epochs.all):
+            self._start_saves(now_ns)
         for epoch in [each for each in self._epochs.all if each.broken]:
-            self._control.handshake.end(epoch, Ending.DAEMON_FAULT)
+            control.handshake.end(epoch, Ending.DAEMON_FAULT)
         epochs = self._epochs.all  # without those that ended now
         busy = [epoch for epoch in epochs if epoch.planner.requests or now_ns - epoch.heard_ns < QUIET_NS]
         quiet = [epoch.channel.ring for epoch in epochs if epoch not in busy]
@@ -64,23 +67,33 @@ class Loop:
             if owing:  # an engine on the same core first takes what was published for it
                 select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
             else:
-                rarer = min(_rarer(epoch.planner) for epoch in busy)
-                waits = any(epoch.planner.requests for epoch in busy)
-                quiet_ns = until_ns if waits else max(epoch.heard_ns for epoch in busy) + QUIET_NS
-                self._look([epoch.channel.ring for epoch in busy], rarer, min(until_ns, quiet_ns))
+                self._look(busy, until_ns)
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
         for ring in quiet:
             ring.wake()
-        for epoch in self._epochs.all:  # at once: an engine may wait for the answer
-            epoch.drain(time.monotonic_ns() + DRAIN_NS)
+        for epoch in epochs:  # at once: an engine may wait for the answer
+            if epoch.owes or epoch.channel.ring.waiting:
+                epoch.drain(time.monotonic_ns() + DRAIN_NS)
         # The kernel goes round: a descriptor that was returned stands behind those that were not.
-        if self._handle([fd for fd, _ in events], time.monotonic_ns()) or busy:
+        fds = [fd for fd, _ in events]
+        if pools.fd in fds:  # also one that rang for a result which was taken before it rang
+            pools.rung = True
+            fds.remove(pools.fd)
+        if (fds and self._handle(fds, time.monotonic_ns())) or busy:
             self._active_ns = now_ns
         self.tick_ns = IDLE_TICK_NS if now_ns - self._active_ns > IDLE_AFTER_NS else TICK_NS
 
-    def _look(self, rings: Sequence[Consumer], rarer: float, until_ns: int) -> None:
-        """Look at these rings now and then, until one has a record, a descriptor is readable, or the time is over."""
+    def _look(self, epochs: Sequence[Epoch], until_ns: int) -> None:
+        """Look at their rings now and then, until one has a record, a descriptor is readable, or the time is over."""
+        rings, queue = [epoch.channel.ring for epoch in epochs], QUEUE.stop
+        for planner in [epoch.planner for epoch in epochs]:
+            # The next record may bring room for a request that wants it.
+            wants_room = any(planner.starving) and not any(planner.ready)
+            queue = min(queue, 0 if wants_room else len(planner.requests))
+        rarer = max(queue, QUEUE.start) / QUEUE.start
+        if not any(epoch.planner.requests for epoch in epochs):
+            until_ns = min(until_ns, max(epoch.heard_ns for epoch in epochs) + QUIET_NS)
         used_ns, readable = time.thread_time_ns(), False
         while not readable and not any(ring.waiting for ring in rings) and time.monotonic_ns() < until_ns:
             wait_ns = rarer * min(max(LOOK_NS.start, self._look_ns / LOOKS_SHARE), LOOK_NS.stop)
@@ -116,14 +129,12 @@ class Loop:
     def _handle(self, fds: list[int], now_ns: int) -> bool:
         """Clear the descriptors that only woke the loop, and let the control socket's part handle the others.
 
-        Return whether another process wanted something: a result may be that of the daemon's own look at the store.
+        Return whether another process wanted something.
         """
         doorbells = {epoch.memory.doorbell.fd: epoch.memory.doorbell for epoch in self._epochs.all}
         others = []
         for fd in fds:
-            if fd == self._shared.pools.fd:
-                self._shared.pools.clear_bell()
-            elif fd == self._signals.fd:
+            if fd == self._signals.fd:
                 self._signals.clear()
             elif fd in doorbells:
                 doorbells[fd].clear()
@@ -132,10 +143,3 @@ class Loop:
         if others:
             self._control.ready(others, now_ns)
         return bool(others) or not doorbells.keys().isdisjoint(fds)
-
-
-def _rarer(planner: Planner) -> float:
-    """Return the factor between two looks for an engine. The next record may bring room for a request that wants it."""
-    wants_room = any(planner.starving) and not any(planner.ready)
-    queue = 0 if wants_room else len(planner.requests)
-    return min(max(queue, QUEUE.start), QUEUE.stop) / QUEUE.start

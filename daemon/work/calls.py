@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shmring.errors import SegmentCorrupt
@@ -62,12 +61,16 @@ class EngineCalls:
             return default
         try:
             return work(*args)
-        except SegmentCorrupt as error:
-            self.corrupt = self.corrupt or str(error)
         except Exception as error:
-            self.failed(error)
-        self.broken = True
+            self._breaks(error)
         return default
+
+    def _breaks(self, error: Exception) -> None:
+        self.broken = True
+        if isinstance(error, SegmentCorrupt):
+            self.corrupt = self.corrupt or str(error)
+        else:
+            self.failed(error)
 
     def failed(self, error: Exception) -> None:
         """Log an exception that is a fault of the daemon's."""
@@ -76,20 +79,22 @@ class EngineCalls:
 
     def take(self, event: Callable[..., _T], default: _T, *args: Any) -> _T:
         """Let something happen to the engine, as `contain` does, and then let it carry on."""
-        result = self.contain(event, default, *args)
-        self.contain(self.carry_on, None)
+        result = default
+        if self.broken and not self.closing:
+            return default
+        try:
+            result = event(*args)
+            self.carry_on()
+        except Exception as error:
+            self._breaks(error)
         return result
 
     def carry_on(self) -> None:
         """Do what is to be done after each event: nothing, unless there is more to an engine."""
 
-    def returned(self, call: Call, result: Any) -> None:
-        """Hand a result in. The log names an exception here, so that one faulty call takes no other with it."""
-        self.running -= 1
-        if isinstance(result, BaseException):
-            self._log.error("job.failed", error=repr(result))
-        if not self.closing:
-            self.take(call.on_result, None, result)
+    def job_failed(self, error: BaseException) -> None:
+        """Log what a call raised, so that one faulty call takes no other with it."""
+        self._log.error("job.failed", error=repr(error))
 
 
 @dataclass(eq=False)
@@ -97,8 +102,8 @@ class Call:
     """One blocking call. `run` runs on a thread; what it returned, or raised, goes to `on_result` on the main loop.
 
     `on_overdue` comes before that, once, when the call is past its deadline; a call without it has no deadline.
-    `engine`: None stands for the daemon itself.  The pool sets the rest.  `take` is true once: for the thread that runs
-    the call, or for its refusal.
+    `engine`: None stands for the daemon itself; otherwise the pool counts it as `running` there.  The pool sets the
+    rest.  `taken`: by the thread that runs the call, or by its refusal.
     """
 
     kind: CallKind
@@ -110,24 +115,21 @@ class Call:
     stuck: bool = field(default=False, init=False)
     done: bool = field(default=False, init=False)
     result: Any = field(default=None, init=False)  # what `run` returned, or the exception that it raised
-
-    def __post_init__(self) -> None:
-        self.take = partial(threading.Lock().acquire, blocking=False)
+    taken: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def runs_longer(self, than_ns: int, now_ns: int) -> bool:
         return self.started_ns > 0 and now_ns - self.started_ns >= than_ns and not self.done
 
-    def start(self) -> None:
-        """Count it with its engine."""
-        if self.engine is not None:
-            self.engine.running += 1
-
     def finish(self, result: Any) -> None:
         """Hand the result in, unless its engine is gone."""
-        if self.engine is None:
+        if (engine := self.engine) is None:
             self.on_result(result)
-        else:
-            self.engine.returned(self, result)
+            return
+        engine.running -= 1
+        if isinstance(result, BaseException):
+            engine.job_failed(result)
+        if not engine.closing:
+            engine.take(self.on_result, None, result)
 
     def give_up(self) -> None:
         """Say that it is past its deadline, unless its engine is gone."""

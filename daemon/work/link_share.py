@@ -22,6 +22,7 @@ class LinkShare:
     def __init__(self) -> None:
         self._put_bytes, self._put_ns = FIRST_RATE * PUT_NS, float(PUT_NS)  # of the last puts
         self._since_ns = -1.0  # since when both compete; -1: they do not
+        self.competing = False
         self._saved = self._loaded = 0.0  # bytes in this time
 
     @property
@@ -36,6 +37,7 @@ class LinkShare:
 
     def compete(self, now_ns: int, *, both: bool) -> None:
         """Say whether loads and saves `both` have work now. Saves begin as if a put had just ended."""
+        self.competing = both
         if not both:
             self._since_ns = -1.0
         elif self._since_ns < 0:

@@ -53,8 +53,7 @@ class Pool:
         clock_ns: Callable[[], int],
         meter: Meter | None = None,
     ) -> None:
-        self._kind, self._size, self._announce, self._clock_ns = kind, size, announce, clock_ns
-        self._meter = meter if meter is not None else Meter()
+        self._kind, self._size, self._announce, self._clock_ns, self._meter = kind, size, announce, clock_ns, meter
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self.calls: dict[Call, None] = {}  # handed in and not returned; the main loop's
         self._threads = 0
@@ -83,13 +82,16 @@ class Pool:
 
     def submit(self, call: Call) -> None:
         self.calls[call] = None
-        self._meter.began(self._clock_ns())
-        call.start()
-        if call.on_overdue is not None and self.exhausted(call.engine):
+        if self._meter is not None:
+            self._meter.began(self._clock_ns())
+        if call.engine is not None:
+            call.engine.running += 1
+        if self.stuck and call.on_overdue is not None and self.exhausted(call.engine):
             self._announce(partial(self._refuse, call))
             return
         self._queue.put(call)
-        self._start_threads()
+        if self._threads < len(self.calls):
+            self._start_threads()
 
     def tick(self, now_ns: int, timeout_ns: int) -> None:
         """Give up the calls that run longer than `timeout_ns`, and those that may not start."""
@@ -98,17 +100,19 @@ class Pool:
             if not call.stuck and call.runs_longer(timeout_ns, now_ns):
                 call.stuck = True
                 self.stuck += 1
-                self._meter.ended(now_ns)
+                if self._meter is not None:
+                    self._meter.ended(now_ns)
                 call.give_up()
-        for call in timed:
-            if self.exhausted(call.engine) and call.take():  # not started
+        for call in timed if self.stuck else ():
+            if self.exhausted(call.engine) and call.taken.acquire(blocking=False):  # not started
                 self._refuse(call)
         self._start_threads()
 
     def _refuse(self, call: Call) -> None:
         if call in self.calls:
             del self.calls[call]
-            self._meter.ended(self._clock_ns())
+            if self._meter is not None:
+                self._meter.ended(self._clock_ns())
             call.finish(TimeoutError(f"{self.stuck} calls hang: {self._kind.value}"))
 
     def close(self) -> None:
@@ -138,7 +142,7 @@ class Pool:
             with contextlib.suppress(OSError):  # an ordinary user cannot come back from a higher niceness
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FETCH_NICE)
         while (call := self._queue.get()) is not None:
-            if not call.take():
+            if not call.taken.acquire(blocking=False):
                 continue
             call.started_ns = self._clock_ns()
             try:
@@ -153,7 +157,7 @@ class Pool:
         """On the main loop."""
         del self.calls[call]
         self.stuck -= call.stuck
-        if not call.stuck:
+        if not call.stuck and self._meter is not None:
             self._meter.ended(self._clock_ns())
         if self._threads > self._size and self._threads - self._slow() > self._size:
             self._threads -= 1
@@ -175,7 +179,7 @@ class Pools:
         self.timeout_ns, self._clock_ns = timeout_ns, clock_ns
         self._finished: deque[Callable[[], None]] = deque()
         self.closed = False
-        self._rung = False
+        self.rung = False  # there are results for `run_finished`
         self._bell = threading.Lock()  # a thread that rings must not find the number closed, and another file's by then
         sizes = {**dict.fromkeys(FETCHES, fetch_threads), CallKind.LOOK_UP: LOOK_UPS, CallKind.COPY: COPY_THREADS}
         sizes[CallKind.ATTACH] = ATTACH_THREADS
@@ -184,6 +188,7 @@ class Pools:
         self._pools = {
             kind: Pool(kind, sizes.get(kind, 1), self._announce, clock_ns, meters.get(kind)) for kind in CallKind
         }
+        self.saves = self._pools[CallKind.SAVE].calls  # that run now, and removals
         self._fetch_threads = fetch_threads
         self.sizes = tuple(CallSize() for _ in Lane)
         self.link_share = LinkShare()
@@ -226,8 +231,10 @@ class Pools:
     def run_finished(self) -> int:
         """On the main loop: hand in the results of finished calls; return how many. Their bell need wake nobody."""
         count = 0
-        if self._finished and self._rung:
-            self.clear_bell()
+        if self.rung:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.fd)
+            self.rung = False  # not sooner: the read would clear the bell of a result that came in between
         while self._finished:
             self._finished.popleft()()
             count += 1
@@ -238,12 +245,6 @@ class Pools:
         for pool in self._pools.values():
             if pool.calls:
                 pool.tick(now_ns, self.timeout_ns)
-
-    def clear_bell(self) -> None:
-        """On the main loop, before results are taken."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        self._rung = False  # not sooner: the read would clear the bell of a result that came in between
 
     def close(self) -> bool:
         """Wait for the calls in flight, as long as a call may take; False when some of the store's still hang."""
@@ -262,9 +263,9 @@ class Pools:
 
     def _announce(self, callback: Callable[[], None]) -> None:
         self._finished.append(callback)
-        if self._rung:  # the loop takes all that is there, after it cleared the bell
+        if self.rung:  # the loop takes all that is there, after it cleared the bell
             return
         with self._bell:
             if self.fd >= 0:
-                self._rung = True
+                self.rung = True
                 os.eventfd_write(self.fd, 1)

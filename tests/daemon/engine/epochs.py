@@ -47,14 +47,19 @@ class Pools:
         self.room = True
 
     def start(self, call: Call) -> None:
-        call.start()
+        if call.engine is not None:
+            call.engine.running += 1
         self.calls.append(call)
+
+    @property
+    def saves(self) -> list[Call]:
+        return [call for call in self.calls if call.kind is CallKind.SAVE]
 
     def exhausted(self, lane: Lane, engine: EngineCalls) -> bool:
         return False
 
     def save_room(self, engine: EngineCalls | None = None) -> bool:
-        return not any(call.kind is CallKind.SAVE for call in self.calls)
+        return not self.saves
 
     def fetch_room(self, lane: Lane, engine: EngineCalls) -> bool:
         return self.room

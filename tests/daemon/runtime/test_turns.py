@@ -26,12 +26,11 @@ class LoopPools(Pools):
 
     def __init__(self) -> None:
         super().__init__()
+        self.rung = False
         self.fd = os.eventfd(1)  # readable, so that no turn sleeps
 
     def run_finished(self) -> int:
         return 0
-
-    def clear_bell(self) -> None: ...
 
 
 class Turns:
@@ -42,7 +41,7 @@ class Turns:
         self.engines = [Engine(make_epoch(pools=self.pools)) for _ in range(count)]
         epochs = SimpleNamespace(all=[each.epoch for each in self.engines])
         shared, signals = SimpleNamespace(pools=self.pools), SimpleNamespace(fd=-1)
-        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, carry_on=lambda _: False)
+        control = SimpleNamespace(epochs=epochs, ready=lambda *_: None, reserving={}, asking=[])
         self.epoll = select.epoll()
         self.loop = Loop(cast(Any, shared), cast(Any, control), self.epoll, cast(Any, signals))
 
