@@ -39,11 +39,11 @@ if __name__ == "__main__" or TYPE_CHECKING:  # the daemon does without
 
 # Calls, files and moves: an eighth above what is reached, as a loaded machine has a few more turns of the loop.
 CEILINGS = {
-    "load": (716, 80, 457),
-    "load now": (880, 83, 584),
-    "save": (500, 61, 312),
-    "announced": (546, 57, 346),
-    "tick": (180, 52, 97),
+    "load": (529, 71, 349),
+    "load now": (629, 72, 416),
+    "save": (387, 58, 236),
+    "announced": (486, 53, 323),
+    "tick": (116, 48, 89),
 }
 PER_BLOCK = 1
 BLOCK, BLOCKS, LONG = 32, 10, 50

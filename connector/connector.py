@@ -85,18 +85,8 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if untried := releases.check():
                 log.warning(untried)
-            if transfer.kv_load_failure_policy != "recompute":
-                log.warning(
-                    'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
-                    transfer.kv_load_failure_policy,
-                )
             hello = hellos.of_scheduler(vllm_config, self._start, self._geometry, self._settings)
-            if hello.scheduler is not None and not hello.scheduler.hash_probe:
-                log.warning(
-                    "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
-                    "engine and no later start finds the KV that this one saves: set PYTHONHASHSEED",
-                    hello.scheduler.hash_algorithm,
-                )
+            hellos.warn(transfer, hello)
             options = self._settings.start_daemon
             starter = None if options is None else Starter(options, self._settings.socket)
             link = self.link = Link(
@@ -267,33 +257,34 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         side = self.scheduler_side
-        return () if side is None or side.events is None else self._events(side)
+        try:
+            return () if side is None or side.events is None else side.take_events()
+        except Exception:
+            log.exception(FAILED, "take_events")
+            return ()
 
-    @guarded(tuple)
-    def _events(self, side: SchedulerSide) -> Iterable[KVCacheEvent]:
-        return side.take_events()
-
-    @guarded(False)
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side is not None and self.scheduler_side.has_pending_work()
-
-    # --- statistics, both sides -------------------------------------------------------------------------------------
+        try:
+            return self.scheduler_side is not None and self.scheduler_side.has_pending_work()
+        except Exception:
+            log.exception(FAILED, "has_pending_push_work")
+            return False
 
     def get_kv_connector_stats(self) -> KVPrefetchStats | None:
         """Counts since the last report. vLLM asks the scheduler side once per step, when the step has ended."""
-        side = self.scheduler_side
-        if side is not None and side.steps.skip:
-            side.steps.skip -= 1
-            side.steps.ended_ns = time.monotonic_ns()
-            return None
-        return self._stats()
-
-    @guarded(None)
-    def _stats(self) -> KVPrefetchStats | None:
-        side = self.scheduler_side or self.worker_side
-        if side is None or (side is self.scheduler_side and not self.scheduler_side.step_ended()):
-            return None
-        return side.counters.take()
+        side, worker = self.scheduler_side, self.worker_side
+        try:
+            if side is not None and side.steps.skip:
+                side.steps.skip -= 1
+                side.steps.ended_ns = time.monotonic_ns()
+            elif side is not None and side.step_ended():
+                return side.counters.take()
+            elif worker is not None and worker.counted:
+                worker.counted = False
+                return worker.counters.take()
+        except Exception:
+            log.exception(FAILED, "get_kv_connector_stats")
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPrefetchStats:
@@ -360,18 +351,21 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         if self.has_connector_metadata():
             self.wait_for_save()
 
-    @guarded(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVPrefetchMetadata)
         self._step = connector_metadata
-        if self.worker_side is not None:
-            self.worker_side.step_begins(self._step)
+        try:
+            if self.worker_side is not None:
+                self.worker_side.step_begins(self._step)
+        except Exception:
+            log.exception(FAILED, "bind_connector_metadata")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         # Not guarded: the worker side answers for every load itself, whatever happens to it.
-        if self.worker_side is not None:
-            self.worker_side.load(self._step)
+        side, step = self.worker_side, self._step
+        if side is not None and (step.loads or side.link.ended):
+            side.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole blocks, ordered by the stream; nothing is layer-wise."""
@@ -380,23 +374,23 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         """Saves are whole blocks, done in wait_for_save."""
 
     def wait_for_save(self) -> None:
-        if self.worker_side is not None:
+        if self.worker_side is not None and self._step.saves:
             self.worker_side.save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self.worker_side is None:
-            return None, None
-        return None, self.worker_side.received() or None
+        return None, (self.worker_side.received() or None) if self.worker_side is not None else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Failed loads too, where the worker side names their requests."""
-        results = super().get_transfer_results(finished_req_ids)
-        if self.worker_side is not None:
-            results.failed_recving = self.worker_side.failed_requests()
+        results, side = KVConnectorTransferResults(), self.worker_side
+        if side is not None:
+            results.finished_recving = side.received()
+            results.failed_recving = side.failed_requests() if side.failed else set()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self.worker_side is None else self.worker_side.failed_blocks()
+        side = self.worker_side
+        return side.failed_blocks() if side is not None and side.failed else set()
 
     def build_connector_worker_meta(self) -> KVPrefetchWorkerMeta | None:
         return None if self.worker_side is None else self.worker_side.report()

@@ -264,6 +264,8 @@ class Prompt:
 
     def _missing(self) -> bytes:
         """Return the name of a block that the prefix one unit longer lacks; empty if none is known."""
+        if not any(ABSENT in known for known in self._known):
+            return b""
         for number, items in enumerate(self._items(self._chosen + self._groups.unit_tokens)):
             absent = self._known[number].find(ABSENT, items.start, items.stop)
             if absent >= 0:

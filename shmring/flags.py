@@ -138,7 +138,8 @@ class FlagTable(Flags[Flag]):
     def _write_blocks(self, index: int, word: int, blocks: int) -> None:
         if not 0 <= blocks <= MAX_COUNT:
             raise ValueError(f"{_WORDS[word]} blocks out of bounds: blocks={blocks} max={MAX_COUNT}")
-        generation = unpack(self.load(index)).generation
+        # SYNC slots: slots read before they are given up
+        generation = self._words.load_acquire(index * _WORDS_PER_LINE) >> GENERATION_SHIFT
         # SYNC flag: slot table and found word visible with the count
         self._words.store_release(index * _WORDS_PER_LINE + word, generation << _BLOCK_BITS | blocks)
 

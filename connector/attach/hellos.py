@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ from ..words.config import ConnectorConfig
 from .resets import Weights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
+
+log = logging.getLogger("vllm.kvprefetch")
 
 
 def as_made(vllm_config: VllmConfig) -> VllmConfig:
@@ -53,6 +56,21 @@ def of_scheduler(vllm_config: VllmConfig, start: Start, geometry: Geometry, sett
         hash_probe=probe,
     )
     return Hello(**_common(start, geometry), role="scheduler", rank=0, scheduler=wants)
+
+
+def warn(transfer: KVTransferConfig, hello: Hello) -> None:
+    """Log what of a scheduler's configuration makes loads or saves of little use."""
+    if transfer.kv_load_failure_policy != "recompute":
+        log.warning(
+            'kvprefetch: set kv_load_failure_policy to "recompute"; with %r a failed load fails its request',
+            transfer.kv_load_failure_policy,
+        )
+    if hello.scheduler is not None and not hello.scheduler.hash_probe:
+        log.warning(
+            "kvprefetch: prefix_caching_hash_algo=%s begins with a random number in each process, so no other "
+            "engine and no later start finds the KV that this one saves: set PYTHONHASHSEED",
+            hello.scheduler.hash_algorithm,
+        )
 
 
 def as_of_now(hello: Hello, live_epochs: Iterable[int], weights: Weights) -> Hello:

@@ -82,7 +82,7 @@ class Link(Generic[S]):
         self._logged: set[str] = set()
         # Worker: every epoch that a load may still name; for ended ones, the steps in a row that have not named it.
         self._mapped: dict[int, S] = {}
-        self._ended: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
         self._lock = threading.Lock()
         self._segments: list[Segment] = []  # of epochs, until the thread has unmapped them
         self._thread = threading.Thread(target=self._run, name="kvprefetch-link", daemon=True)
@@ -122,17 +122,17 @@ class Link(Generic[S]):
 
     def keep(self, live_epochs: Sequence[int]) -> None:
         """A step's metadata names `live_epochs`. Forget the ended epochs that FORGET_STEPS steps have not named."""
-        if not self._ended:
+        if not self.ended:
             return
         with self._lock:
-            for number in list(self._ended):
-                self._ended[number] = 0 if number in live_epochs else self._ended[number] + 1
-                if self._ended[number] >= FORGET_STEPS:
+            for number in list(self.ended):
+                self.ended[number] = 0 if number in live_epochs else self.ended[number] + 1
+                if self.ended[number] >= FORGET_STEPS:
                     self._forget(number)
 
     def _forget(self, number: int) -> None:
         self._mapped.pop(number, None)
-        del self._ended[number]
+        del self.ended[number]
 
     # --- reset ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Link(Generic[S]):
         if self._keep_ended:
             with self._lock:
                 self._mapped[epoch.number] = epoch
-                for number in self._ended.keys() - set(message.live_epochs):
+                for number in self.ended.keys() - set(message.live_epochs):
                     self._forget(number)
         self.epoch = epoch
         send_message(sock, epoch.mapped())
@@ -292,7 +292,7 @@ class Link(Generic[S]):
         """The connection is over: nothing new may start on its epoch."""
         with self._lock:
             for number in self._mapped:
-                self._ended.setdefault(number, 0)
+                self.ended.setdefault(number, 0)
         epoch, self.epoch = self.epoch, None
         if epoch is not None:
             self._alone_since = time.monotonic()

@@ -32,12 +32,12 @@ def not_given(request_id: str, tokens: int) -> RuntimeError:
 
 
 class Loads:
-    """The dispatched loads of one engine, `running`, and the orders of this pass."""
+    """The dispatched loads of one engine, `running`, and the `orders` of this pass."""
 
     def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
         self._geometry, self._counters = geometry, counters
         self.running: dict[int, Load] = {}
-        self._orders: list[LoadOrder] = []
+        self.orders: list[LoadOrder] = []
         self._next_id = 1
         # Of the load dispatched last.  Its handle would keep the digests of a request that may be long gone.
         self._last = ("", 0, 0)  # request, epoch, flag
@@ -59,7 +59,7 @@ class Loads:
         names = state.names
         adapter = None if names is None else (names.number, names.content)
         order = (load_id, request_id, handle.epoch.number, answer.asynchronous, blocks, slots, adapter)
-        self._orders.append(tuple.__new__(LoadOrder, order))
+        self.orders.append(tuple.__new__(LoadOrder, order))
         load = tuple.__new__(Load, (request_id, handle, range(answer.start, stop), self._geometry.world_size))
         self.running[load_id] = load
         self._last = request_id, handle.epoch.number, handle.flag
@@ -91,11 +91,6 @@ class Loads:
         if len(ids) != len(slots):
             return nothing, nothing
         return ids, slots
-
-    def take_orders(self) -> list[LoadOrder]:
-        """The loads dispatched since the last call."""
-        orders, self._orders = self._orders, []
-        return orders
 
     def epochs(self) -> set[int]:
         """Epochs whose memory a rank may still read, or will. From any thread."""

@@ -328,10 +328,9 @@ def prefilled_elsewhere(request: Any) -> bool:
 def prefill_tokens(output: Any, requests: Mapping[str, RequestState]) -> int:
     """How many tokens of prompts this step computes: not of decodes, nor drafts."""
     found = 0
-    if output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):  # otherwise every request has one token
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            if tokens > 1 and (state := requests.get(request_id)) is not None:
-                # More than one token left to compute: not drafts. vLLM advances num_computed_tokens afterwards.
-                left = state.request.num_tokens - state.request.num_computed_tokens
-                found += min(tokens, left) if left > 1 else 0
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        if tokens > 1 and (state := requests.get(request_id)) is not None:
+            # More than one token left to compute: not drafts. vLLM advances num_computed_tokens afterwards.
+            left = state.request.num_tokens - state.request.num_computed_tokens
+            found += min(tokens, left) if left > 1 else 0
     return found

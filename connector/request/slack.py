@@ -34,8 +34,8 @@ class Slack:
     def __init__(self, steps: StepTimes, *, allowed: bool, overlap: bool = False) -> None:
         self._steps, self.allowed, self._overlap = steps, allowed, overlap
         self.grammars: set[RequestState] = set()
-        # Of a pass that waited: ends of its wait, of the step under way.
-        self._expected: tuple[float, float] | None = None
+        # Of a pass that waited, until its step has ended: ends of its wait, of the step under way.
+        self.expected: tuple[float, float] | None = None
         self._launched: tuple[int, int] | None = None  # its step, and when it ended, or 0 where that was late
         self._copied_ns = 0.0  # when all copies that were ordered have probably ended
         self._paused_until, self._pause = 0, PAUSED_STEPS[0]
@@ -75,20 +75,20 @@ class Slack:
     def waited(self, until_ns: float) -> None:
         """This pass did wait, at most until then."""
         began_ns, duration_ns = self._steps.under_way()
-        self._expected = until_ns, began_ns + duration_ns * (2.0 - SHARE)
+        self.expected = until_ns, began_ns + duration_ns * (2.0 - SHARE)
 
     def launched(self, now_ns: int) -> None:
-        """The pass has ended, and its step is launched."""
-        if self._expected is not None:
-            self._launched = self._steps.begun, now_ns if now_ns < self._expected[0] + LAUNCH_NS else 0
+        """The pass that waited has ended, and its step is launched."""
+        assert self.expected is not None
+        self._launched = self._steps.begun, now_ns if now_ns < self.expected[0] + LAUNCH_NS else 0
 
     def ended(self, now_ns: int) -> bool:
         """The output of the oldest step in flight is there. Return whether the launch behind it seems to be late."""
-        if self._launched is None or self._expected is None or self._steps.passed + 1 < self._launched[0] - 1:
+        if self._launched is None or self.expected is None or self._steps.passed + 1 < self._launched[0] - 1:
             return False
-        launched_ns, ends_ns = self._launched[1], self._expected[1]
+        launched_ns, ends_ns = self._launched[1], self.expected[1]
         late = not launched_ns or now_ns - launched_ns < LAUNCH_NS or now_ns > ends_ns
-        self._expected = self._launched = None
+        self.expected = self._launched = None
         if late:
             self._paused_until = self._steps.begun + self._pause
         self._pause = min(2 * self._pause, PAUSED_STEPS[1]) if late else max(self._pause // 2, PAUSED_STEPS[0])

@@ -14,22 +14,20 @@ Rules that keep the engine's contract:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...shmring.errors import SegmentCorrupt
 from ...shmring.wire.records import Outcome
 from ..attach.epoch import ALIVE, SchedulerEpoch
 from ..attach.link import Link
-from ..attach.resets import News, Resets
-from ..engine.events import SavedBlocks
 from ..engine.geometry import Geometry
 from ..engine.steps import MAX_IN_FLIGHT, StepTimes
 from ..identity.adapters import Adapters
 from ..request import hints
 from ..request.claims import NOTHING, PENDING, Claims, Clock, Matched, SystemClock
 from ..request.hints import Handle
-from ..request.loads import Loads, not_given
+from ..request.loads import not_given
 from ..request.policy import WaitPolicy
 from ..request.reported import Reported
 from ..request.request_state import (
@@ -46,13 +44,12 @@ from ..request.request_state import (
     prefill_tokens,
     prefilled_elsewhere,
 )
-from ..request.saves import LocalCache, Saves
 from ..request.slack import Slack
 from ..words.config import ConnectorConfig
 from ..words.guards import detaching
-from ..words.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights
+from ..words.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from ..words.request_hints import NO_HINTS
-from ..words.stats import Tally
+from .attached import Attached
 from .early import EarlyHints
 from .firsts import Firsts
 from .uses import Uses
@@ -60,8 +57,8 @@ from .uses import Uses
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
 
-class SchedulerSide:
-    """One engine's scheduler. `cache`: the engine's own prefix cache. With `publish`, `take_events` gives KV events."""
+class SchedulerSide(Attached):
+    """One engine's scheduler. With `publish`, `take_events` gives KV events."""
 
     def __init__(
         self,
@@ -73,41 +70,29 @@ class SchedulerSide:
         publish: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
-        clock = clock or SystemClock()
-        self.cache = LocalCache()
-        self.counters = Tally()
-        self.requests: dict[str, RequestState] = {}  # the oldest first
+        clock, self._saving = clock or SystemClock(), geometry.saves and config.mode == "on"
+        adapters = adapters or Adapters(geometry.world_size)
+        super().__init__(config, geometry, link, adapters, publish=publish and self._saving)
         self.phases: list[dict[RequestState, None]] = [{} for _ in Phase]  # the same, by phase
         self._unfilled = False  # whether one of them may have blocks which a failed load left unfilled
         self._pass_before = Pass()
         # Those that a step in flight may have admitted: that step's number - 1, their hashes, and vLLM's blocks.
         self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
-        self.resets = Resets(link, geometry.world_size)
-        self._geometry, self.link, self._now_ns, self._hinting = geometry, link, clock.now_ns, config.hint_on_arrival
-        self._epoch: SchedulerEpoch | None = None
-        self._saving = geometry.saves and config.mode == "on"
-        self.events = SavedBlocks(geometry) if publish and self._saving else None
+        self._now_ns, self._hinting = clock.now_ns, config.hint_on_arrival
         self.steps = StepTimes()
-        self.adapters = adapters or Adapters(geometry.world_size)
-        self.loads = Loads(geometry, self.counters)
-        self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
         self.policy = WaitPolicy(self.steps, geometry.block_tokens)
         self._firsts = Firsts(self.steps, geometry.block_tokens)
         saves = self.saves if self._saving else None
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
-        self.slack = self.claims.slack = Slack(
-            self.steps,
-            allowed=geometry.ahead and not geometry.lockstep,
-            overlap=geometry.fenced_blocks,
-        )
+        ahead = geometry.ahead and not geometry.lockstep
+        self.slack = self.claims.slack = Slack(self.steps, allowed=ahead, overlap=geometry.fenced_blocks)
         self.reported = self.claims.reported = Reported(self.steps, overlapping=geometry.overlapping)
         early = geometry.loads and config.hint_on_arrival
         self.early = EarlyHints(link, self.resets, self.adapters, self.claims, clock.now_ns, allowed=early)
         # While nothing goes on, and vLLM asked about and admitted no request in this pass: the steps that may go by
         # with the metadata `quiet` before plan_step has to see one (the hook build_connector_meta counts them).
-        self.quiet_steps, self.quiet = 0, KVPrefetchMetadata()
-        self._stale_local = False
+        self.quiet_steps = 0
         # Of a prompt of tokens mixed with embeddings vLLM hashes each embedding, also where a token counts: its blocks
         # have other prompts' hashes.  Once one came, blocks of embeddings in the engine's own cache may be such blocks.
         self._mixed = False
@@ -186,8 +171,8 @@ class SchedulerSide:
         return True
 
     def _ambiguous(self, request: Any) -> bool:
-        """Whether its blocks in the engine's own cache may be those of a mixed prompt."""
-        return self._mixed and request.prompt_embeds is not None
+        """Whether its blocks in the engine's own cache may be those of a mixed prompt, once one came."""
+        return request.prompt_embeds is not None
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +199,7 @@ class SchedulerSide:
             start = num_computed_tokens // self._geometry.block_tokens
             if start and self._unfilled:
                 self._unfilled = any(each.unfilled for each in self.requests.values())
-            if (start and (self._stale_local or self._unfilled)) or self._ambiguous(request):
+            if (start and (self._stale_local or self._unfilled)) or (self._mixed and self._ambiguous(request)):
                 state.taint()
             if state.phase >= LOADING and state.not_loaded():
                 # It has no blocks, but vLLM keeps it before requests that do. PENDING lets those run and free blocks.
@@ -268,12 +253,6 @@ class SchedulerSide:
             state.save(more=True)
 
     @detaching(None)
-    def disk_tokens(self, request: Any) -> int | None:
-        """Tokens that came from disk of this request's load, if it is the one dispatched last; None: not known."""
-        blocks = self.loads.disk_blocks(request.request_id, self._epoch)
-        return None if blocks is None else blocks * self._geometry.block_tokens
-
-    @detaching(None)
     def _admitted_without_load(self, state: RequestState) -> None:
         """Recomputed, all local, or another connector's: also the second call after an asynchronous load."""
         self.claims.give_back(state.admit(), Outcome.UNUSED)
@@ -296,28 +275,24 @@ class SchedulerSide:
     def take_loads(self, output: Any) -> KVPrefetchMetadata:
         """The step's metadata with the loads dispatched in this pass: they are in it whatever else goes wrong."""
         weights = self.resets.step._replace(computes=bool(output.num_scheduled_tokens))
-        if (orders := self.loads.take_orders()) or weights.computes:
+        orders, self.loads.orders = self.loads.orders, []
+        if orders or weights.computes:
             self.reported.begins()
         overlap = bool(orders) and self.slack.overlaps(output)
-        return KVPrefetchMetadata(orders, live_epochs=self.live_epochs(), weights=weights, overlap=overlap)
-
-    def live_epochs(self) -> tuple[int, ...]:
-        """The epochs that load orders name, or may name from now on.
-
-        The link's thread calls it, too, after it dropped its epoch: an epoch missing then is never named again,
-        because `_usable_epoch` looks at the link once more after it adopted an epoch.  The epoch is read first: an
-        order of its epoch is among the loads before the epoch changes.
-        """
-        epoch = self._epoch
-        return tuple(self.loads.epochs() | ({epoch.number} if epoch is not None else set()))
+        live = self.live_epochs() if self.loads.running else self.quiet.live_epochs
+        return KVPrefetchMetadata(orders, live_epochs=live, weights=weights, overlap=overlap)
 
     def plan_step(self, output: Any, meta: KVPrefetchMetadata) -> None:
         """The rest of build_connector_meta: give up unused answers, plan saves, push SAVED records."""
-        executed, now = output.total_num_scheduled_tokens > 0, self._now_ns()
-        self.steps.began(now, prefill_tokens(output, self.requests), executed=executed, typical=not meta.loads)
-        self.slack.launched(now)
+        total, prefill, now = output.total_num_scheduled_tokens, 0, self._now_ns()
+        if total != len(output.num_scheduled_tokens):  # otherwise every request has one token
+            prefill = prefill_tokens(output, self.requests)
+        self.steps.began(now, prefill, executed=total > 0, typical=not meta.loads)
+        if self.slack.expected is not None:
+            self.slack.launched(now)
         before, self._pass_before, self.claims.this_pass = self._pass_before, self.claims.this_pass, Pass()
-        self.counters["wait_ns"] += before.passed_over(now)
+        if before.deferred:
+            self.counters["wait_ns"] += before.passed_over(now)
         try:
             epoch = self._usable_epoch()
             for state in self._pass_before.answered:
@@ -329,7 +304,7 @@ class SchedulerSide:
                 stale = self._stale_local or self._mixed
                 self.uses.heal(epoch, self.cache, self.requests.values(), stale=stale)
             saving, unsent = self.phases[SAVING], self.phases[UNSENT]
-            if self._epoch is not None and (saving or unsent or self.saves.left) and self._epoch.alive(now):
+            if self._epoch is not None and (saving or unsent or self.saves.left) and self._epoch.status(now) == ALIVE:
                 if unsent and epoch is not None:
                     self.claims.send_unsent([*unsent], epoch, self.cache.tokens)
                 meta.saves.extend(self.saves.plan_step(epoch, output, self.cache, [*saving]))
@@ -342,7 +317,8 @@ class SchedulerSide:
     def step_ended(self) -> bool:
         """The output of the oldest step in flight was processed. Return whether the statistics are to be reported."""
         now = self._now_ns()
-        self.counters["slack_overruns"] += self.slack.ended(now)
+        if self.slack.expected is not None:
+            self.counters["slack_overruns"] += self.slack.ended(now)
         return self.steps.report_due(now, busy=bool(self.requests))
 
     def outputs(self, worker_meta: Any, *, failed_blocks: Collection[int] = ()) -> None:
@@ -374,7 +350,8 @@ class SchedulerSide:
         try:
             if worker_meta.loads:
                 now = self._now_ns()
-                self.uses.loaded()
+                if self.uses.lost:
+                    self.uses.loaded()
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.epoch is self._epoch:
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
@@ -389,22 +366,18 @@ class SchedulerSide:
         elif not self.quiet_steps:
             self.quiet_steps = MEASURED_STEPS
 
-    @detaching(False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has no request: acknowledgements come with steps."""
         if self.loads.running or self.saves.waiting:
             return True
-        epoch = self._epoch
-        if epoch is None or not epoch.alive(self._now_ns()):
+        epoch, soon = self._epoch, bool(self.saves.copied or self.link.absent or self.uses.to_look_at)
+        if epoch is None or not (soon or self.saves.left):
             return False
-        if self.saves.copied or self.link.absent or self.uses.to_look_at:
-            return True
-        return bool(self.saves.left) and epoch.credits.available() > 0
-
-    def take_events(self) -> Sequence[Any]:
-        """vLLM KV events of blocks that are in the store by now."""
-        events, stored = self.events, self.link.stored
-        return () if events is None else events.take(stored.popleft() for _ in range(len(stored)))
+        try:
+            return epoch.status(self._now_ns()) == ALIVE and (soon or epoch.credits.available() > 0)
+        except SegmentCorrupt as error:
+            self.detach(error)
+            return False
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -416,74 +389,11 @@ class SchedulerSide:
         if state is None:
             return
         self.slack.grammars.discard(state)
-        if state.preemptions == request.num_preemptions and not (self._stale_local or self._ambiguous(request)):
+        if state.preemptions == request.num_preemptions and not (
+            self._stale_local or (self._mixed and self._ambiguous(request))
+        ):
             self.saves.leave(state, block_ids)
         if state.deferred_ns:
             self.counters["wait_ns"] += state.resume(self._now_ns())
         if (handle := state.end()) is not None:
             self._give_back(handle, Outcome.ABORTED)
-
-    @detaching(None)
-    def _give_back(self, handle: Handle | None, outcome: Outcome) -> None:
-        """A request has ended that vLLM may not have admitted, or what was found for it is of no use."""
-        if handle is not None:
-            hints.finish(handle, outcome)
-
-    def reset(self) -> bool:
-        """The weights changed, or will. True at once: no later key can name older KV."""
-        self.resets.begin()
-        self._void()
-        # A running request goes on filling the engine's own prefix cache on top of its old KV.
-        old = [state.reset() for state in self.requests.values()]
-        self._stale_local = any(old) or self.cache.blocks() > 0
-        self.adapters.reset(self.requests.values())
-        return True
-
-    def _void(self) -> None:
-        """Later keys name other weights: give up what is staged, and what is being saved, of those before."""
-        self._usable_epoch()
-        for state in self.requests.values():
-            self._give_back(state.let_go(), Outcome.VOIDED)
-        self.saves.reset(self.resets.generation)
-        self._tell()
-
-    def _tell(self) -> None:
-        self.resets.tell(self._epoch)
-        self._renew_quiet()
-
-    def _renew_quiet(self) -> None:
-        epochs = () if self._epoch is None else (self._epoch.number,)
-        self.quiet = KVPrefetchMetadata(live_epochs=epochs, weights=self.resets.step._replace(computes=True))
-
-    def _weights_reported(self, reports: Mapping[int, RankWeights]) -> None:
-        news = self.resets.hear(reports)
-        if news is News.CHANGED:
-            self.reset()
-        elif news is News.OTHERS:
-            self._void()
-        self.resets.agree(reports)
-        self._tell()
-
-    def _usable_epoch(self) -> SchedulerEpoch | None:
-        """The link's epoch, unless its daemon does not know of the last reset."""
-        link = self.link
-        while (epoch := link.epoch) is not self._epoch:
-            self.adopt(epoch)
-        if link.confirmed_reset < self.resets.generation:
-            self.resets.tell(epoch)
-            return None
-        return epoch
-
-    def detach(self, error: SegmentCorrupt) -> None:
-        """The daemon's memory cannot be right: drop the epoch."""
-        self.counters["detached"] += 1
-        self.link.detach(self._epoch, str(error))
-        self.adopt(None)
-
-    def adopt(self, epoch: SchedulerEpoch | None) -> None:
-        """Another epoch: handles, undispatched claims and saves of the old one are void."""
-        self._epoch = epoch
-        self._renew_quiet()
-        for state in self.requests.values():
-            state.let_go()
-        self.saves.forget()

@@ -37,7 +37,10 @@ class _Batch:
 
 
 class WorkerSide:
-    """One rank. vLLM calls it on the worker's main thread only. `updates`: of its weights."""
+    """One rank. vLLM calls it on the worker's main thread only. `updates`: of its weights.
+
+    `counted`: there is something new in `counters`.  `failed`: a load did, some time.
+    """
 
     def __init__(
         self, link: Link[WorkerEpoch], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
@@ -50,7 +53,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = KVPrefetchWorkerMeta()
-        self.counters = Tally()
+        self.counters, self.counted, self.failed = Tally(), False, False
         self.updates, self.rank = Updates(), 0
 
     def step_begins(self, meta: KVPrefetchMetadata) -> None:
@@ -103,6 +106,7 @@ class WorkerSide:
             for order in good:
                 self._load_failed(batch, order, error)
         self.counters["load_ns"] += time.perf_counter_ns() - begun
+        self.counted = True
         self._running.append(batch)
 
     def _holds(self, order: LoadOrder) -> bool:
@@ -120,6 +124,7 @@ class WorkerSide:
         else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous
             self._failed_requests.add(order.request_id)
         batch.report.failed_loads.add(order.load_id)
+        self.failed = True
 
     def _count_loads(self, copies: list[Copy]) -> None:
         for epoch, slots, _ in copies:
@@ -158,11 +163,13 @@ class WorkerSide:
             log.error("kvprefetch: saves failed: saves=%d: %s", len(orders), error)
             batch.report.failed_saves.update(batch.report.saves)
         self.counters["save_ns"] += time.perf_counter_ns() - begun
+        self.counted = True
         self._running.append(batch)
 
     def received(self) -> set[str]:
         """Requests with an asynchronous load that ended since the last call, each exactly once."""
-        self._collect()
+        if self._running:
+            self._collect()
         received, self._received = self._received, set()
         return received
 
@@ -177,7 +184,8 @@ class WorkerSide:
 
     def report(self) -> KVPrefetchWorkerMeta | None:
         """Loads and saves that ended since the last call, and what is new of weights and adapters."""
-        self._collect()
+        if self._running:
+            self._collect()
         report, self._report = self._report, KVPrefetchWorkerMeta()
         if self.updates.report is not None:
             report.weights[self.rank], self.updates.report = self.updates.report, None

@@ -70,6 +70,7 @@ class EngineGroup:
     placed: bool = False  # it counts as an attached engine: its memory is reserved, or is being reserved
     number: int = 0  # of its epoch, once it has a place
     epoch: Epoch | None = None
+    attached: bool = False  # all its processes have mapped their memory
     waits_to_be_handed: bool = False  # its memory, until the kernel takes more descriptors in flight
     overdue: bool = False  # it was too long in this stage, and that was reported
     _stage: Stage = Stage.ATTACHED  # as the last tick saw it, since `since_ns`
@@ -107,7 +108,7 @@ class EngineGroup:
             return Stage.MEMORY
         if self.waits_to_be_handed:
             return Stage.DESCRIPTORS
-        return Stage.ATTACHED if self.mapped() is not None else Stage.MAPPING
+        return Stage.ATTACHED if self.attached else Stage.MAPPING
 
     def becomes_overdue(self, now_ns: int) -> bool:
         """Whether it has just been in one stage for too long."""
@@ -154,6 +155,7 @@ class EngineGroup:
         """Return the workers' Mapped messages, by rank; None until all processes have sent theirs."""
         if any(peer.mapped is None for peer in self.peers):
             return None
+        self.attached = True
         return [peer.mapped for peer in self.workers() if peer.mapped is not None]
 
     def memory_of(self, peer: Peer, epoch: Epoch) -> tuple[Attached, list[int]]:

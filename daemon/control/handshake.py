@@ -121,7 +121,7 @@ class Handshake:
         """Hand over memory that waits for descriptors, and report engines that wait for too long."""
         for group in [group for group in self._groups.values() if group.waits_to_be_handed]:
             self._hand_over(group)
-        waiting = [group for group in self._groups.values() if group.peers]
+        waiting = [group for group in self._groups.values() if group.members and not group.attached]
         for group in waiting:
             if group.becomes_overdue(now_ns):
                 self._report(group)
@@ -135,7 +135,6 @@ class Handshake:
                 "overdue": int(group.overdue),
             }
             for group in waiting
-            if group.stage is not Stage.ATTACHED
         ]
 
     def end_all(self, ending: Ending) -> None:

@@ -105,7 +105,7 @@ def _causes(epochs: Sequence[Epoch], now_ns: int) -> dict[str, list[float]]:
     """Return, for each cause of a slow request, how many requests had it lately, and their waits together (ms)."""
     found: dict[str, list[float]] = {}
     for epoch in epochs:
-        for at_ns, line in epoch.traces.recent:
+        for at_ns, line in epoch.parts.recent:
             if line["cause"] is not None and now_ns - at_ns < SLOWEST_NS:
                 sums = found.setdefault(line["cause"], [0, 0.0])
                 sums[0], sums[1] = sums[0] + 1, round(sums[1] + line["exposed_ms"], 3)
@@ -117,7 +117,7 @@ def _slowest(epochs: Sequence[Epoch], now_ns: int) -> list[dict[str, str | int |
     waited = (
         (line["exposed_ms"], -at_ns, epoch.engine.engine_id, line)
         for epoch in epochs
-        for at_ns, line in epoch.traces.recent
+        for at_ns, line in epoch.parts.recent
         if line["exposed_ms"] > 0 and line["outcome"] != Ending.ABORTED.value and now_ns - at_ns < SLOWEST_NS
     )
     return [

@@ -109,7 +109,7 @@ class Ahead:
     def __init__(self, groups: Groups, room: int) -> None:
         self._groups, self._room, self._partial = groups, room, groups.partial
         self._block_hashes = groups.unit_tokens // groups.hash_tokens
-        self._known: dict[int, _Announcement] = {}  # the oldest first
+        self.known: dict[int, _Announcement] = {}  # the oldest first
         self._lengths: defaultdict[int, set[int]] = defaultdict(set)  # their numbers by the bytes of their digests
         self.waiting: list[tuple[int, int, int]] = []  # (priority, due_ns, number), the most urgent first
         self._at_work: dict[Key, int] = {}
@@ -120,21 +120,21 @@ class Ahead:
     @property
     def blocks(self) -> int:
         """Return how many blocks announcements fetch, or have fetched, and no request asked for yet."""
-        return sum(each.takes for each in self._known.values())
+        return sum(each.takes for each in self.known.values())
 
     @property
     def count(self) -> int:
         """Return how many announcements have no request yet."""
-        return len(self._known)
+        return len(self.known)
 
     def add(self, number: int, order: Announce, hashes: bytes, now_ns: int) -> None:
         """Take an announcement, which may wait for others. `hashes`: `order.hashes` digests of its prompt, joined."""
         announced = AnnounceTimes(now_ns, now_ns + order.ttl_ms * 1_000_000)
         last = hashes[-(self._block_hashes + 1) * order.hash_bytes :]
         new = _Announcement(order, hashes, last, announced, self._groups.blocks(order.hashes))
-        self._known[number] = new
+        self.known[number] = new
         self._lengths[new.size].add(number)
-        waiting = [each for each in self._known.values() if not each.done]
+        waiting = [each for each in self.known.values() if not each.done]
         size = sum(len(each.hashes) for each in waiting)
         if not new.blocks:
             self._over(number, "rejected", f"the prompt has no whole block: hashes={order.hashes}")
@@ -150,8 +150,8 @@ class Ahead:
             self._over(number, "rejected", f"it names a digest twice, as no prompt does: hashes={order.hashes}")
         else:
             heapq.heappush(self.waiting, (order.priority, new.due_ns, number))
-            if len(self._known) > MAX_KNOWN:
-                done = next(key for key, each in self._known.items() if each.done)
+            if len(self.known) > MAX_KNOWN:
+                done = next(key for key, each in self.known.items() if each.done)
                 self._over(done, "expired", "forgotten for newer announcements")
 
     def next_wanted(self, now_ns: int) -> Wanted | None:
@@ -161,7 +161,7 @@ class Ahead:
         free = self._room_now() - self.blocks  # one that waits takes nothing
         while self.waiting:
             number = self.waiting[0][2]
-            if (each := self._known.get(number)) is None:
+            if (each := self.known.get(number)) is None:
                 heapq.heappop(self.waiting)
                 continue
             wanted = min(each.blocks, each.order.most_blocks)
@@ -182,7 +182,7 @@ class Ahead:
 
     @property
     def _asking(self) -> bool:
-        at_work = (self._known.get(number) for number in self._at_work.values())
+        at_work = (self.known.get(number) for number in self._at_work.values())
         return any(each is not None and not each.looked_up for each in at_work)
 
     def _room_now(self) -> int:
@@ -192,7 +192,7 @@ class Ahead:
 
     def looked_up(self, request: Request, blocks: int, *, unavailable: bool) -> None:
         """The store has so many leading blocks of it; `unavailable`: it did not say."""
-        if (number := self._at_work.get(request.key)) is None or (each := self._known.get(number)) is None:
+        if (number := self._at_work.get(request.key)) is None or (each := self.known.get(number)) is None:
             return
         if unavailable:
             self._over(number, "rejected", "the store does not answer")
@@ -208,7 +208,7 @@ class Ahead:
 
     def ended(self, request: Request) -> None:
         """Its blocks are staged, as far as they came."""
-        if (number := self._at_work.pop(request.key, None)) is None or (each := self._known.get(number)) is None:
+        if (number := self._at_work.pop(request.key, None)) is None or (each := self.known.get(number)) is None:
             return
         ready = request.prompt.in_blocks(request.ready)
         left = each.found - ready
@@ -233,8 +233,8 @@ class Ahead:
             if length - stop > self._block_hashes * hash_bytes or stop < hash_bytes:
                 continue
             last = hashes[stop - hash_bytes : stop]
-            for number in [each for each in known if self._known[each].ends_with(last, length - stop)]:
-                each = self._known[number]
+            for number in [each for each in known if self.known[each].ends_with(last, length - stop)]:
+                each = self.known[number]
                 if found is None or each.blocks > found.blocks:
                     found = Met(each.announced.since_ns, each.blocks)
                 self._over(number, "used" if each.done else "late", useful=each.blocks > local_blocks)
@@ -242,18 +242,18 @@ class Ahead:
 
     def expire(self, number: int) -> None:
         """No request will come for this announcement: its time is over."""
-        if (each := self._known.get(number)) is not None:
+        if (each := self.known.get(number)) is not None:
             each.announced = each.announced._replace(until_ns=0)
 
     def expired(self, now_ns: int) -> list[Key]:
         """End the announcements whose time is over; return the requests without one: they are to be stopped."""
-        for number in [number for number, each in self._known.items() if now_ns >= each.announced.until_ns]:
+        for number in [number for number, each in self.known.items() if now_ns >= each.announced.until_ns]:
             self._over(number, "expired")
-        return [key for key, number in self._at_work.items() if number not in self._known]
+        return [key for key, number in self._at_work.items() if number not in self.known]
 
     def stop(self, why: str) -> None:
         """Refuse all of it."""
-        for number in list(self._known):
+        for number in list(self.known):
             self._over(number, "rejected", why)
 
     def reset(self) -> None:
@@ -262,7 +262,7 @@ class Ahead:
         self._at_work.clear()
 
     def _over(self, number: int, outcome: str, reason: str = "", *, useful: bool = False) -> None:
-        each = self._known.pop(number)
+        each = self.known.pop(number)
         self._lengths[each.size].discard(number)
         if not self._lengths[each.size]:
             del self._lengths[each.size]

@@ -37,7 +37,7 @@ class Channel:
         self.table = FlagTable(segment.buffer, words, layout)
         self.credits = CreditGranter(segment.buffer, words, layout)
         self.liveness = Liveness(words, consumer=True)
-        self._lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
+        self.lent: dict[int, tuple[int, Sequence[int]]] = {}  # generation and pages, by flag, until the request ends
         self._pages_in_use: set[int] = set()
         self._given_up: set[Key] = set()  # by engines, at the last look at each
         self._to_look_at: deque[int] = deque()  # flags
@@ -54,7 +54,8 @@ class Channel:
         flag, generation = request.key
         self.table.write_slots(flag, publication.start, slots)
         # A block that is fetched again counts once.
-        self.table.set_disk(flag, request.prompt.in_blocks(min(request.disk_blocks, request.blocks)))
+        disk = min(request.disk_blocks, request.blocks) if request.disk_blocks else 0
+        self.table.set_disk(flag, request.prompt.in_blocks(disk) if disk else 0)
         state = FlagState.READY if publication.final else FlagState.HINTED
         return self._move(request.key, (FlagState.HINTED,), pack(generation, state, publication.blocks))
 
@@ -90,11 +91,11 @@ class Channel:
         Each call looks at a bounded part of the flags, and at all of them in turn.
         """
         if not self._to_look_at:
-            self._to_look_at.extend(self._lent)
+            self._to_look_at.extend(self.lent)
         found = set[Key]()
         for _ in range(min(LOOKS, len(self._to_look_at))):
             index = self._to_look_at.popleft()
-            if (lent := self._lent.get(index)) is None:
+            if (lent := self.lent.get(index)) is None:
                 continue
             flag, key = self.table.flag(index), (index, lent[0])
             if flag.generation == lent[0] and flag.state not in (*GIVEN_UP, FlagState.FREE):
@@ -152,11 +153,11 @@ class Channel:
 
         Each page belongs to one request, so an engine's requests have no more blocks than its segment has entries.
         """
-        if hint.flag in self._lent:
+        if hint.flag in self.lent:
             raise ProtocolError(f"hint names another request's flag: flag={hint.flag} generation={hint.generation}")
         if len(set(hint.pages)) < len(hint.pages) or not self._pages_in_use.isdisjoint(hint.pages):
             raise ProtocolError(f"hint names a page twice, or another request's: flag={hint.flag} blocks={hint.blocks}")
-        self._lent[hint.flag] = hint.generation, hint.pages
+        self.lent[hint.flag] = hint.generation, hint.pages
         self._pages_in_use.update(hint.pages)
         self.table.lend(hint.flag, hint.pages)
         if hint.early:
@@ -165,9 +166,9 @@ class Channel:
     def _end(self, key: Key) -> bool:
         """Take the pages back: the request has ended."""
         flag, generation = key
-        lent, pages = self._lent.get(flag, (-1, ()))
+        lent, pages = self.lent.get(flag, (-1, ()))
         if lent == generation:
-            del self._lent[flag]
+            del self.lent[flag]
             self._given_up.discard(key)
             self._early.pop(key, None)
             self._pages_in_use.difference_update(pages)

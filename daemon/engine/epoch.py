@@ -20,6 +20,7 @@ from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, Record
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
+from ..telemetry.trace import Trace
 from ..work.calls import Call, CallKind
 from .epoch_calls import EpochCalls, Hear
 from .epoch_fetches import Fetches
@@ -51,7 +52,7 @@ class Epoch(EpochCalls):
         self._fetches = Fetches(parts, self)
         self.engine, self.memory, self.number = engine, memory, memory.layout.epoch
         self.planner, self.saver, self.channel = parts.planner, parts.saver, parts.channel
-        self.counters, self.traces = parts.counters, parts.traces
+        self.counters = parts.counters
         self.since_ns = services.clock_ns()
         self.heard_ns = 0  # when the last record came
         self._ended_ns = 0  # when it ended, until the log said that something keeps its memory
@@ -100,10 +101,12 @@ class Epoch(EpochCalls):
 
     def numbers(self) -> dict[str, int]:
         """Return gauges and counters together, for the log, the snapshot and the status."""
-        self.counters.reach("hints_dropped", self.channel.ring.dropped)
+        counts = self.counters.counts
+        counts["hints_dropped"] = self.channel.ring.dropped
         for lane in Lane:
-            wasted = self.planner.blocks.wasted[lane] * self.memory.block_bytes
-            self.counters.reach("wasted_bytes", wasted, lane.name.lower())
+            counts["wasted_bytes", lane.name.lower()] = self.planner.blocks.wasted[lane] * self.memory.block_bytes
+        counts["kept_blocks"] = self.parts.look_ups.leases.blocks
+        self.counters.publish()
         return {**self.gauges(), **self.counters.totals()}
 
     @event
@@ -116,18 +119,22 @@ class Epoch(EpochCalls):
             return
         self.channel.liveness.beat(now_ns)
         parts = self.parts
+        if late := parts.look_ups.tick(now_ns):
+            self.answer(late, now_ns)
+        if self.planner.requests or self.channel.lent:
+            self._tick_requests(now_ns)
+        parts.sessions.forget_outdated(now_ns)
+        for key in parts.ahead.expired(now_ns):
+            self.planner.stop(key)
+
+    def _tick_requests(self, now_ns: int) -> None:
         # A record that waits in the ring may say how a request ended.
         for key in self.channel.orphans() if not self.channel.ring.waiting else ():
             self._finish(key, Ending.UNREPORTED)
         for key in self.channel.forsaken(now_ns):
             if (request := self.planner.finish(key)) is not None:
                 self._write(request, Ending.FORSAKEN)
-        if late := parts.look_ups.tick(now_ns):
-            self.answer(late, now_ns)
         self.planner.tick()
-        parts.sessions.forget_outdated(now_ns)
-        for key in parts.ahead.expired(now_ns):
-            self.planner.stop(key)
         for lane in Lane:
             if self._services.pools.exhausted(lane, self):
                 self.planner.give_up(lane)
@@ -161,7 +168,7 @@ class Epoch(EpochCalls):
         self.channel.close()
 
     def _write_end(self) -> None:
-        self.counters.reach("kept_bytes", self.memory.staging.kept_bytes)
+        self.counters.counts["kept_bytes"] = self.memory.staging.kept_bytes
         self._log.info("engine.detached", **self.numbers())
 
     # --- intake -----------------------------------------------------------------------------------------------------
@@ -180,7 +187,7 @@ class Epoch(EpochCalls):
             try:
                 self._handle(record)
             except ProtocolError as error:
-                self.counters.add("bad_records")
+                self.counters.counts["bad_records"] += 1
                 self._log.warning("record.bad", error=str(error), count=int(self.counters["bad_records"]))
             ring.advance()
         if count:
@@ -198,7 +205,8 @@ class Epoch(EpochCalls):
             if ask.stop:
                 self._fetches.stop(key)
             elif (request := self.planner.requests.get(key)) is not None and not request.asked:
-                self.traces.asked(key, ask.asked_ns)
+                if request.trace is not None:
+                    request.trace.asked_ns = ask.asked_ns
                 self.planner.ask(key)
                 self.parts.look_ups.asked(request)
         elif record.kind == RecordKind.DONE:
@@ -221,16 +229,18 @@ class Epoch(EpochCalls):
         if seen.generation != hint.generation:
             raise ProtocolError(f"hint for another use of the flag: flag={hint.flag} generation={hint.generation}")
         self.channel.lend(hint)
-        self.counters.add("hints")
+        self.counters.counts["hints"] += 1
         now = self._services.clock_ns()
         prompt = self.prompt(hint.hashes, range(hint.local_blocks, hint.blocks))
         request = self.planner.hint(key, prompt, hint.priority, hint.arrival_ns)
-        met, gap_ns = self.parts.ahead.arrived(hint.hashes, hint.hash_bytes, hint.local_blocks), None
+        ahead, gap_ns = self.parts.ahead, None
+        met = ahead.arrived(hint.hashes, hint.hash_bytes, hint.local_blocks) if ahead.known else None
         if hint.session != NO_SESSION and self._services.config.sessions == "on" and self.parts.mode == "on":
             gap_ns = self.session_came(hint, now)
-        self.parts.sessions.used(hint.blocks - hint.local_blocks)
-        self.traces.begin(key, hint, now, met, gap_ns)
-        self.counters.metrics.observe("push_to_seen_seconds", max(0, now - hint.arrival_ns) / 1e9)
+        self.parts.sessions.used_blocks += hint.blocks - hint.local_blocks
+        told = hint._replace(hashes=b"", pages=())
+        request.trace = Trace(told, now, len(self.engine.groups), met, gap_ns, found_blocks=hint.local_blocks)
+        self.counters.metrics.made["push_to_seen_seconds"].observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
             self.planner.fetch_nothing(request)
@@ -249,7 +259,8 @@ class Epoch(EpochCalls):
         loaded = [range(done.loaded_from, done.loaded_from + done.loaded_blocks)] if done is not None else []
         if (request := self.planner.requests.get(key)) is not None:
             loaded = [each for some in loaded for each in request.prompt.loaded(some)]
-            self._count_device(request, loaded)
+            if self.memory.device is not None:
+                self._count_device(request, loaded)
         self.planner.finish(key, *loaded)
         if request is not None:
             self._write(request, ending, done)
@@ -257,17 +268,20 @@ class Epoch(EpochCalls):
 
     def _count_device(self, request: Request, loaded: Sequence[range]) -> None:
         named = [range(each.start, min(each.stop, request.published)) for each in loaded]
-        if self.memory.device is not None:
-            count = sum(self.channel.on_device(request.key, each) for each in named if each)
-            self.counters.add("device_blocks", count)
+        count = sum(self.channel.on_device(request.key, each) for each in named if each)
+        self.counters.counts["device_blocks"] += count
 
     def _write(self, request: Request, ending: Ending, done: records.Done | None = None) -> None:
         """Count and log a request that ended, once."""
-        now, work = self._services.clock_ns(), self.parts.work(request.key, self._services.clock_ns())
-        adopted_ns = self.channel.table.adopted_ns(request.key[0])
-        if (line := self.traces.end(request, ending, done, now, work, adopted_ns)) is not None:
-            self.counters.request_done(line)
-            self._log.info("request.done", **line)
+        now, trace = self._services.clock_ns(), request.trace
+        if trace is None:
+            return
+        request.trace, adopted_ns = None, self.channel.table.adopted_ns(request.key[0])
+        work = trace.after or self.parts.reasons.work(trace.before.lane, now)
+        line = trace.fields(request, ending, done, self.memory.block_bytes, now, work, adopted_ns)
+        self.parts.recent.append((now, line))
+        self.counters.request_done(line)
+        self._log.info("request.done", **line)
 
     # --- orders from outside ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ...kv.prompts import Prompt, names_of_prefix
 from ...shmring.wire import admin, attach
 from ...shmring.wire.admin import Announce, AnnounceStep
 from ...shmring.wire.records import Hint
+from ..planning.holdings import RUNS
 from ..planning.requests import Broken, Request, TakenBack
 from ..planning.runs import Lane
 from ..telemetry.metrics import ANNOUNCED_RESULTS
@@ -64,7 +65,7 @@ class EpochCalls(EngineCalls):
             self._look_up_next(now)
             self.publish()
         owes = bool(ahead.outcomes or saver.given_up) or parts.planner.holdings.owes
-        self.owes = owes or (parts.look_ups.waiting and not self._services.store.answering)
+        self.owes = owes or (not self._services.store.answering and parts.look_ups.waiting)
 
     def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
         self._services.pools.start(Call(kind, run, on_result, overdue, self))
@@ -74,7 +75,8 @@ class EpochCalls(EngineCalls):
         parts, holdings = self.parts, self.parts.planner.holdings
         if holdings.owes:
             holdings.settle()
-        while (change := holdings.next_change()) is not None:
+        while holdings.changes:
+            change = holdings.changes.popleft()
             request = change.request
             if isinstance(change, Broken):
                 self._broken(request)
@@ -83,14 +85,18 @@ class EpochCalls(EngineCalls):
                     parts.planner.finish(request.key)
                     parts.ahead.ended(request)
             elif isinstance(change, TakenBack):
-                parts.traces.answered(request.key, 0, None)
+                if (trace := request.trace) is not None:
+                    trace.answered_ns, trace.after = 0, None
             else:
-                if change.final:
-                    now = self._services.clock_ns()
-                    parts.traces.answered(request.key, now, parts.work(request.key, now))
-                slots = parts.promotions.published(request, change.start, change.slots)
+                if change.final and (trace := request.trace) is not None:
+                    trace.answered_ns = now = self._services.clock_ns()
+                    trace.after = parts.reasons.work(trace.before.lane, now)
+                slots = change.slots
+                if parts.promotions.on:
+                    slots = parts.promotions.published(request, change.start, slots)
                 if not parts.channel.publish(change, slots):
                     parts.planner.refused(request)
+        holdings.room = RUNS
 
     def _broken(self, request: Request) -> None:
         """Look for the next shorter prefix of a request that lost chosen blocks."""
@@ -128,7 +134,6 @@ class EpochCalls(EngineCalls):
     def _looked_up(self, batch: Batch, result: list[transfers.Found] | BaseException | None) -> None:
         found, now = None if isinstance(result, BaseException) else result, self._services.clock_ns()
         self.answer(self.parts.look_ups.answered(batch, found, now), now)
-        self.parts.counters.reach("kept_blocks", self.parts.look_ups.leases.blocks)
 
     def used(self, hashes: bytes, hash_bytes: int, blocks: int, now_ns: int) -> None:
         """A request uses so many leading blocks of the engine's own cache: have the store keep them, too."""
@@ -167,6 +172,7 @@ class EpochCalls(EngineCalls):
     def answer(self, answers: Sequence[LookedUp | Lost | GoneBlocks], now_ns: int) -> None:
         """Take what look-ups found out."""
         parts, store, sizes = self.parts, self._services.store, self._services.pools.sizes
+        counts = parts.counters.counts
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
             if isinstance(answer, GoneBlocks):
@@ -191,14 +197,16 @@ class EpochCalls(EngineCalls):
             if not answer.unavailable:
                 missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
                 if missing.why == LOST:
-                    parts.counters.add("lost_values")
+                    counts["lost_values"] += 1
             disk = sum(choice.on_disk[request.issued :])
-            work = parts.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
-            parts.traces.looked_up(request, choice.blocks, now_ns, missing, work)
-            staged, disk = map(request.prompt.in_blocks, (request.issued, disk))
-            memory = choice.blocks - request.prompt.local_blocks - staged - disk
-            for medium, count in (("staging", staged), ("memory", memory), ("disk", disk)):
-                parts.counters.add("hit_blocks", count, medium)
+            trace, local = request.trace, request.prompt.local_blocks
+            trace.looked_up_ns, trace.found_blocks, trace.missing = now_ns, choice.blocks, missing
+            trace.before = parts.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
+            trace.staged_blocks = local + (request.prompt.in_blocks(request.ready) if request.ready else 0)
+            staged, disk = (request.prompt.in_blocks(each) if each else 0 for each in (request.issued, disk))
+            counts["hit_blocks", "staging"] += staged
+            counts["hit_blocks", "disk"] += disk
+            counts["hit_blocks", "memory"] += max(0, choice.blocks - local - staged - disk)
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
@@ -285,11 +293,12 @@ class EpochCalls(EngineCalls):
             if not outcome.last:
                 continue
             del self._replies[number]
-            parts.counters.add("announcements", 1, outcome.outcome)
+            tally = parts.counters.counts
+            tally["announcements", outcome.outcome] += 1
             if outcome.outcome != "rejected":  # each costs its caller a line, and the log none
                 counts = {result: getattr(outcome, result) for result in ANNOUNCED_RESULTS}
                 for result, count in counts.items():
-                    parts.counters.add("announced_blocks", count, result)
+                    tally["announced_blocks", result] += count
                 blocks = {f"{result}_blocks": count for result, count in counts.items()}
                 parts.log.info("announcement.done", name=order.name, outcome=outcome.outcome, **blocks)
 
@@ -329,12 +338,12 @@ class EpochCalls(EngineCalls):
 
     def count_puts(self, ended: Sequence[Put]) -> None:
         """Count the puts that have ended, and log the saves that have."""
-        parts = self.parts
+        parts, counts = self.parts, self.parts.counters.counts
         for put in ended:
-            parts.counters.add("saved_blocks", put.stored)
-            parts.counters.add("saved_again_blocks", put.stored_before)
-            parts.counters.add("present_blocks", put.present)
-            parts.counters.add("failed_saves", put.failed)
+            counts["saved_blocks"] += put.stored
+            counts["saved_again_blocks"] += put.stored_before
+            counts["present_blocks"] += put.present
+            counts["failed_saves"] += put.failed
             if put.last:
                 save = put.save
                 parts.log.info(
@@ -360,7 +369,7 @@ class EpochCalls(EngineCalls):
         off = parts.promoter.done(job, error)
         if job.order is not None:
             blocks = len(job.order.slots)
-            parts.counters.add("promoted_blocks", 0 if error else blocks)
+            parts.counters.counts["promoted_blocks"] += 0 if error else blocks
             duration_ms = round((self._services.clock_ns() - started_ns) / 1e6, 3)
             parts.log.debug("copy.done", blocks=blocks, duration_ms=duration_ms)
         elif job.kind == "pin" and error:

@@ -51,7 +51,8 @@ class Fetches:
         moved, duration_ns = good * self._parts.memory.block_bytes, now - asked_ns
         self._count(order, outcome, good, moved, duration_ns)
         bad = self._parts.bad_values
-        bad.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
+        if bad.until:
+            bad.forget(order.digests if good == len(outcome) else list(compress(order.digests, arrived)))
         for digest, each in zip(order.digests, outcome, strict=True) if good < len(outcome) else ():
             if each in (ErrorClass.FOREIGN, ErrorClass.CORRUPT, ErrorClass.UNREADABLE):
                 bad.add(digest, now, asked_ns=asked_ns)
@@ -69,11 +70,11 @@ class Fetches:
         if threshold.debug:  # a line that is dropped would cost as much as the planner
             duration_ms = round(duration_ns / 1e6, 3)
             log.debug("fetch.done", blocks=len(outcome), good_blocks=good, bytes=moved, duration_ms=duration_ms)
-        counters.metrics.observe("fetch_seconds", duration_ns / 1e9, lane)
+        counters.metrics.made["fetch_seconds"].labels(lane).observe(duration_ns / 1e9)
         counters.fetched_blocks += good
-        counters.add("fetched_bytes", moved, lane)
+        counters.counts["fetched_bytes", lane] += moved
         if good < len(outcome):
-            counters.add("failed_blocks", len(outcome) - good, lane)
+            counters.counts["failed_blocks", lane] += len(outcome) - good
             if corrupt := outcome.count(ErrorClass.CORRUPT):
                 log.warning("store.corrupt", blocks=corrupt)
             if gone := outcome.count(ErrorClass.UNDER_WAY):

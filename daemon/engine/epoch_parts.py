@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...shmring.wire.checks import Mode
 from ...shmring.wire.codec import Message
@@ -12,13 +14,11 @@ from ..planning.bad_values import BadValues
 from ..planning.blocks import MAX_RUN
 from ..planning.planner import Planner
 from ..planning.promotion import Promotions
-from ..planning.requests import Key
 from ..store.client import Store
 from ..store.disk import DISK_BUFFER_BYTES
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..telemetry.metrics import Metrics
-from ..telemetry.trace import Traces, Work
 from ..work.pools import Pools
 from . import transfers
 from .ahead import Ahead
@@ -32,6 +32,7 @@ from .saver import Saver
 from .sessions import Sessions
 
 PUTS_PER_CHUNK = 4  # a put may have a quarter of a chunk on the slowest link
+RECENT = 256  # ended requests that are remembered
 SAVING_AT_ONCE = 4  # a put takes at most one of so many parts of the save slots, so that slots come back early
 
 
@@ -65,7 +66,7 @@ class EpochParts:
         self.send: Callable[[Message], object] = lambda _: None
         self.ranks = self.ranks_of(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
-        self.traces = Traces(memory.block_bytes, len(engine.groups))
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
         chunk_blocks = max(1, min(MAX_RUN, config.chunk // memory.block_bytes))
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
         self.planner = Planner(
@@ -100,7 +101,3 @@ class EpochParts:
     @property
     def saving(self) -> bool:
         return self.mode == "on"
-
-    def work(self, key: Key, now_ns: int) -> Work:
-        """Return what the lane that a request came through did so far."""
-        return self.reasons.work(self.traces.lane(key), now_ns)

@@ -46,14 +46,11 @@ class Asking:
 
 
 class Batch(NamedTuple):
-    """Questions for one store call, or `parts` of what the store had before."""
+    """Questions for one store call, or `parts` of what the store had before; `digests`: of each of these."""
 
-    questions: Sequence[Asking] = ()
-    parts: Sequence[Part] = ()
-
-    @property
-    def digests(self) -> list[Sequence[bytes]]:
-        return [*(asking.names for asking in self.questions), *(part.names for part in self.parts)]
+    questions: Sequence[Asking]
+    parts: Sequence[Part]
+    digests: list[Sequence[bytes]]
 
 
 class LookedUp(NamedTuple):
@@ -145,11 +142,12 @@ class LookUps:
             return None
         turn = self._new_before > 0
         for renewal in (turn, not turn):
-            batch = Batch(parts=self._again(now_ns, keep)) if renewal else Batch(self._new(now_ns))
-            if batch.questions or batch.parts:
-                self._new_before = 0 if renewal else sum(map(len, batch.digests))
-                self._flight = batch
-                return batch
+            questions, parts = ([], self._again(now_ns, keep)) if renewal else (self._new(now_ns), [])
+            if questions or parts:
+                digests = [*(asking.names for asking in questions), *(part.names for part in parts)]
+                self._new_before = 0 if renewal else sum(map(len, digests))
+                self._flight = Batch(questions, parts, digests)
+                return self._flight
         return None
 
     def _new(self, now_ns: int) -> list[Asking]:
@@ -201,8 +199,9 @@ class LookUps:
     def _found(self, asking: Asking, found: Found, now_ns: int) -> list[LookedUp]:
         """Answer a request with nothing left to ask; the others wait for their next slice."""
         prompt, present = asking.request.prompt, found.present
-        if bad := self._bad_values.known(asking.names, now_ns):  # whatever the store says of them
-            present = bytes(0 if index in bad else each for index, each in enumerate(present))
+        bad = self._bad_values
+        if bad.until and (bad_ones := bad.known(asking.names, now_ns)):  # whatever the store says of them
+            present = bytes(0 if index in bad_ones else each for index, each in enumerate(present))
         prompt.found(present, found.on_disk)
         if prompt.settled:
             return [self._answer(asking, now_ns)]

@@ -85,7 +85,8 @@ class Sessions:
         self._known: dict[bytes, _Session] = {}  # the one that came least lately first
         self._bytes = self.arrivals = 0
         self._gaps: deque[int] = deque(maxlen=ENGINE_GAPS)
-        self._used, self._held = 0, 0  # blocks of all requests; after how many a prompt was whole in the engine's cache
+        # Blocks of all requests that were not in the engine's own cache; after how many a prompt was whole there.
+        self.used_blocks, self._held = 0, 0
         self.due: list[tuple[int, int, bytes]] = []  # a heap: when, number of the request, session
 
     def __len__(self) -> int:
@@ -95,10 +96,6 @@ class Sessions:
         """Return a session's newest prompt; None where it is not known."""
         each = self._known.get(session)
         return each.chain if each is not None else None
-
-    def used(self, blocks: int) -> None:
-        """The engine is about to use so many blocks more that were not in its own cache."""
-        self._used += blocks
 
     def arrived(
         self, session: bytes, chain: Chain, local_blocks: int, now_ns: int, block_ns: float
@@ -117,11 +114,11 @@ class Sessions:
                 before.gaps.append(gap_ns)
                 self._gaps.append(gap_ns)
             if chain.hashes.startswith(before.chain.hashes):
-                self._learn(self._used - before.after, whole=local_blocks >= before.chain.blocks(self._groups))
+                self._learn(self.used_blocks - before.after, whole=local_blocks >= before.chain.blocks(self._groups))
             self._bytes -= len(before.chain.hashes)
         outdated, each.open = each.open, []
         each.chain, each.number, each.since_ns, each.tries = chain, self.arrivals, now_ns, 0
-        each.after = self._used + chain.blocks(self._groups) - local_blocks  # with its own
+        each.after = self.used_blocks + chain.blocks(self._groups) - local_blocks  # with its own
         self._known[session], self._bytes = each, self._bytes + len(chain.hashes)
         self._expect(session, each, block_ns)
         while len(self._known) > MAX_SESSIONS or self._bytes > MAX_BYTES:
@@ -154,7 +151,7 @@ class Sessions:
             if now_ns < each.due_ns and each.chain.blocks(self._groups) > free_blocks:
                 self._push(each.due_ns, each.number, session)
                 continue
-            if self._used - each.after < HELD_SHARE * self._held:
+            if self.used_blocks - each.after < HELD_SHARE * self._held:
                 if now_ns + HELD_NS < each.until_ns:
                     self._push(now_ns + HELD_NS, each.number, session)
                 continue

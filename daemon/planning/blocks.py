@@ -60,7 +60,8 @@ class BlockTable:
     def runs(self, slots: Sequence[int]) -> Iterator[Run]:
         start = 0
         while start < len(slots):
-            run = self.at(slots[start])
+            run = self._runs[slots[start]]
+            assert run is not None
             yield run
             start += len(run.slots)
 
@@ -151,20 +152,24 @@ class BlockTable:
                 self._settle(run)
 
     def _change_pins(self, run: Run, change: int, number: int) -> None:
-        self._count_sole(run, -len(run.slots))
+        staged = run.state is BlockState.STAGED
+        if staged and run.pins == 1:
+            self._count_sole(run, -len(run.slots))
         run.pins += change
         run.holders += number
-        self._count_sole(run, len(run.slots))
+        if staged and run.pins == 1:
+            self._count_sole(run, len(run.slots))
 
     def _count_sole(self, run: Run, blocks: int) -> None:
-        if run.pins == 1 and run.state is BlockState.STAGED:
-            self.sole[run.holders] += blocks
-            if not self.sole[run.holders]:
-                del self.sole[run.holders]
+        """Count these blocks of a staged run that one request alone pins."""
+        self.sole[run.holders] += blocks
+        if not self.sole[run.holders]:
+            del self.sole[run.holders]
 
     def staged(self, run: Run) -> None:
         run.state, run.unloaded = BlockState.STAGED, True
-        self._count_sole(run, len(run.slots))
+        if run.pins == 1:
+            self._count_sole(run, len(run.slots))
         if (request := run.first_requester) is not None:
             request.fetched_blocks += len(run.slots)
             request.disk_blocks += run.lane * len(run.slots)
@@ -230,7 +235,8 @@ class BlockTable:
 
     def cut(self, slot: int) -> Run:
         """Return the run that begins with this slot, cut there if need be."""
-        run = self.at(slot)
+        run = self._runs[slot]
+        assert run is not None
         return run if run.slots[0] == slot else self._split(run, run.slots.index(slot))
 
     def join(self, slots: Sequence[int], start: int, stop: int) -> None:

@@ -35,7 +35,8 @@ class Debt(NamedTuple):
 class Holdings:
     """Pins, publishes and unpins blocks for requests. `changes`: what became of requests, in order.
 
-    `room`: runs that this event may still pin, show or give back.  `debts`: slots that `settle` gives back.
+    `room`: runs that this event may still pin, show or give back: RUNS, once its changes were carried out.  `debts`:
+    slots that `settle` gives back.  `owes`: there is something to do for `settle`, or for another order.
     """
 
     def __init__(self, blocks: BlockTable, queues: Queues) -> None:
@@ -44,23 +45,12 @@ class Holdings:
         self.room = RUNS
         self.debts = deque[Debt]()
         self._behind: dict[Request, int] = {}  # to be advanced further, with the time of their last bytes
-        self._paused = False
-
-    @property
-    def owes(self) -> bool:
-        """Whether there is something to do for `settle`, or for another order."""
-        return bool(self._behind or self._paused or self.debts or self._blocks.void)
-
-    def next_change(self) -> Broken | Publication | TakenBack | None:
-        """Return what became of a request. Call this after every event and order, until None."""
-        if self.changes:
-            return self.changes.popleft()
-        self.room = RUNS
-        return None
+        self._paused = self.owes = False
 
     def pause(self) -> bool:
         """Whether this event did its share; then another order goes on."""
-        self._paused = self._paused or self.room <= 0
+        if self.room <= 0:
+            self._paused = self.owes = True
         return self.room <= 0
 
     def settle(self) -> None:
@@ -73,6 +63,10 @@ class Holdings:
         while self._behind and self.room > 0:
             request = next(iter(self._behind))
             self.advance(request, self._behind.pop(request))
+        self._note_owed()
+
+    def _note_owed(self) -> None:
+        self.owes = bool(self._behind or self._paused or self.debts or self._blocks.void)
 
     def _pay(self) -> None:
         """Unpin slots, the last ones of a request first."""
@@ -127,6 +121,7 @@ class Holdings:
             run = self._blocks.at(held[ready])
             if run.state is BlockState.STAGED:
                 self._behind[request] = now_ns or self._behind.get(request, 0)
+                self.owes = True
             elif run.state is BlockState.FAILED:
                 request.failure = run.failure
                 self.lose(request, range(ready, ready + len(run.slots)))
@@ -157,12 +152,17 @@ class Holdings:
         request.prompt.lost(blocks)
         if request.prompt.partial:
             self.choose(request, min(blocks.start, request.issued))
+            if request.wants_work:
+                self._queues.enter(request)
         else:
             request.limit = -1
             self.changes.append(Broken(request))
 
     def choose(self, request: Request, good: int) -> Choice:
-        """Give a request the longest prefix there is; of those that it holds, `good` blocks may be part of it."""
+        """Give a request the longest prefix there is; of those that it holds, `good` blocks may be part of it.
+
+        The caller enters a request that wants work then.
+        """
         choice, before = request.prompt.choose(), array("I")
         if choice.names is request.names:
             self._unpin(request, min(good, choice.entries))
@@ -177,8 +177,6 @@ class Holdings:
         if request.stopped:
             request.limit = request.issued
         self.advance(request)
-        if request.wants_work:
-            self._queues.enter(request)
         return choice
 
     def take_back(self, request: Request) -> None:
@@ -219,3 +217,4 @@ class Holdings:
         if slots:
             self.debts.append(Debt(request.sequence, slots, loaded, until_ns))
             self._pay()
+            self._note_owed()

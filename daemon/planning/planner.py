@@ -85,12 +85,11 @@ class Planner:
         Where a block will not come, the next shorter one is staged.  There is a Broken where that needs other blocks:
         then the caller asks the store for them, and chooses again.
         """
-        waits = self.fetch_waits
         choice = self.holdings.choose(request, request.issued)
         if not request.ranked and request.announced is None:
-            self._queues.rank(request, self.block_ns, waits=waits)
-            if request.wants_work:
-                self._queues.enter(request)
+            self._queues.rank(request, self.block_ns)
+        if request.wants_work:
+            self._queues.enter(request)
         return choice
 
     def fetch_nothing(self, request: Request) -> None:
@@ -107,6 +106,7 @@ class Planner:
         """The scheduler reached this request while it was pending."""
         if (request := self.requests.get(key)) is not None and not request.asked:
             request.asked = True
+            request.place()
             if request.wants_work:
                 self._queues.enter(request)
 
@@ -270,11 +270,6 @@ class Planner:
         self._sequence += 1
         order = self._orders[self._sequence] = Order(self._sequence, lane, digests, slots, ahead)
         return order
-
-    @property
-    def fetch_waits(self) -> bool:
-        """Whether a request waits for a block that no order fetches yet."""
-        return any(self._queues.head(lane) is not None for lane in Lane)
 
     def starved(self, lane: Lane) -> bool:
         """Whether a request of this lane waits for room in staging."""

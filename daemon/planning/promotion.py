@@ -30,19 +30,17 @@ class CopyOrder(NamedTuple):
 
 
 class Promotions:
-    """Plans the copies of the blocks of these requests, and has their tables name them."""
+    """Plans the copies of the blocks of these requests, and has their tables name them, while it is `on`."""
 
     def __init__(self, copies: Copies, requests: Mapping[Key, Request], tables: Tables, *, chunk_blocks: int) -> None:
         self._copies, self._requests, self._tables = copies, requests, tables
         self._chunk_blocks = max(1, chunk_blocks)
         self._queue: dict[Request, int] = {}  # its first block to look at
         self._under_way = 0  # blocks
-        self._closed = not copies.slots
+        self.on = bool(copies.slots)
 
     def published(self, request: Request, start: int, slots: Sequence[int]) -> Sequence[int]:
         """Return the slots to enter for blocks from `start` on, which the planner publishes in these host slots."""
-        if self._closed:
-            return slots
         self._queue[request] = min(start, self._queue.get(request, start))
         if len(self._queue) > 2 * len(self._requests) + 64:  # behind one that waits for room most have ended
             self._queue = {each: block for each, block in self._queue.items() if self._is_live(each)}
@@ -101,7 +99,7 @@ class Promotions:
 
     def close(self) -> None:
         """Make no more copies, and let no other table name those that there are."""
-        self._closed = True
+        self.on = False
         self._queue.clear()
         self._copies.close()
 

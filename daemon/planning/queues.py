@@ -37,11 +37,12 @@ class Queues:
         self.ready, self.starving = [False, False], [False, False]
         self._free_ns = 0  # when the fetches of all ranked requests would have ended
 
-    def rank(self, request: Request, block_ns: Sequence[float], *, waits: bool) -> None:
+    def rank(self, request: Request, block_ns: Sequence[float]) -> None:
         """Its blocks are known: put it in its place, by what it has to fetch. Once, so that nothing moves it later.
 
-        `block_ns`: what a block takes in each lane.  `waits`: others wait for a fetch.
+        `block_ns`: what a block takes in each lane.
         """
+        waits = any(heap and self.head(lane) is not None for lane, heap in zip(Lane, self._heaps, strict=True))
         request.ranked = True
         disk = sum(request.on_disk[request.issued :])
         memory = request.limit - request.issued - disk
@@ -49,6 +50,7 @@ class Queues:
         begin_ns = max(request.due_ns, self._free_ns if waits else 0)
         self._free_ns = begin_ns + fetch_ns
         request.due_ns = begin_ns + OVERTAKEN * fetch_ns
+        request.place()
 
     def enter(self, request: Request) -> None:
         """Enter a request, also after a change of its lane or urgency; a new head starts a stopped lane again."""

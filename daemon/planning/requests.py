@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...kv.prompts import Prompt
 from .runs import Lane, Run
@@ -77,10 +77,18 @@ class Request:
     stopped: bool = False  # the engine recomputes what was not under way
     ranked: bool = False
     announced: AnnounceTimes | None = None
+    trace: Any = None  # of a hinted one until it has ended: what its line tells (telemetry/trace.py)
     due_ns: int = field(init=False)  # its place in the order of fetches: its arrival until it is `ranked`
+    urgency: Urgency = field(init=False)
 
     def __post_init__(self) -> None:
         self.due_ns = self.arrived_ns
+        self.place()
+
+    def place(self) -> None:
+        """Enter its `urgency`, which `asked` and `due_ns` change."""
+        urgent = 0 if self.asked else 1 if self.announced is None else 2
+        self.urgency = (urgent, self.priority, self.due_ns, self.sequence)
 
     @property
     def blocks(self) -> int:
@@ -104,11 +112,6 @@ class Request:
         if end < 0:
             end = len(self.on_disk) if lane is Lane.DISK else self.limit
         return min(end, self.limit)
-
-    @property
-    def urgency(self) -> Urgency:
-        urgent = 0 if self.asked else 1 if self.announced is None else 2
-        return (urgent, self.priority, self.due_ns, self.sequence)
 
     @property
     def wants_work(self) -> bool:

@@ -63,14 +63,18 @@ class Housekeeping:
         epochs, metrics = self._epochs.all, shared.metrics
         shown = report.daemon(shared, epochs, len(epochs), None, now_ns)
         metrics.show_engines(shown["engines"])
-        metrics.show("engines", {(): len(epochs)})
-        metrics.show("store_open", {(): shown["store_open"]})
-        metrics.show("store_answering", {(): shown["store_answering"]})
-        metrics.show("disk_writable", {(): not shown["disk_fault"]})
         rates: dict[tuple[str, ...], float] = {}
         for path, known in shown["rates"].items():
             rates |= {(path, window): rate for window, rate in known.items()}
-        metrics.show("rate_bytes_per_second", rates)
+        metrics.show_all(
+            {
+                "engines": {(): len(epochs)},
+                "store_open": {(): shown["store_open"]},
+                "store_answering": {(): shown["store_answering"]},
+                "disk_writable": {(): not shown["disk_fault"]},
+                "rate_bytes_per_second": rates,
+            }
+        )
         metrics.show_fill(shared.snapshot.fill)
         metrics.reach("log_dropped_lines", shared.snapshot.dropped_lines)
         engines = shown["engines"][: report.MAX_ENGINES]

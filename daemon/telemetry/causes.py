@@ -13,12 +13,18 @@ from typing import Any
 
 from ..config.sizes import size
 from .events import Ending
-from .pretty import amount, count, figure, number, printable
+from .pretty import figures, number, printable
 
 SLOW_SHARE = 0.25  # of the rate of the hour before: well below
 _SLOW_MS = 20.0  # shorter parts have no cause
 _MASTER_MS = 500.0  # a look-up this long is worse than the miss that it says
+_FIGURES = (
+    *("hint_blocks", "local_blocks", "found_blocks", "loaded_blocks", "bytes", "store_bytes_s", "hour_bytes_s"),
+    *("room_ms", "exposed_ms", "visited_ms", "hint_seen_ms", "looked_up_ms", "answered_ms", "claimed_ms", "loaded_ms"),
+    "ended_ms",
+)
 Record = Mapping[str, Any]
+Figures = Mapping[str, float]
 
 
 class Cause(enum.Enum):
@@ -99,7 +105,9 @@ def _cause(record: Record) -> Cause | None:
     missing = _MISSING.get(str(record.get("nowhere")))
     if failed is Cause.NODE and record.get("medium") == "disk" and not record.get("owners"):
         failed = Cause.DISK  # Mooncake names no node of a disk
-    parts = _parts(record)
+    known = figures(record, _FIGURES)
+    hinted, found = known.get("hint_blocks", 0), known.get("found_blocks", 0)
+    parts = _parts(record, known)
     weighed = {each: took / (2 if each in _OWN else 1) for each, took in parts.items()}
     longest = max(weighed, key=weighed.__getitem__)
     if outcome == Ending.MISS.value:
@@ -113,70 +121,62 @@ def _cause(record: Record) -> Cause | None:
             return None
     elif outcome != Ending.LOADED.value:
         return None
-    elif failed is not None and count(record, "loaded_blocks") + count(record, "local_blocks") < count(
-        record, "hint_blocks"
-    ):
+    elif failed is not None and known.get("loaded_blocks", 0) + known.get("local_blocks", 0) < hinted:
         return failed
     elif parts[longest] < _SLOW_MS:
         return None
     if longest is Cause.TRANSFER:
-        return failed or _of_fetch(record, parts[longest])
-    if longest is Cause.PREFILL and count(record, "found_blocks") >= count(record, "hint_blocks"):
+        return failed or _of_fetch(record, known, parts[longest])
+    if longest is Cause.PREFILL and found >= hinted:
         return Cause.COPY
-    if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and _mostly_nowhere(record):
+    if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and 2 * (hinted - found) >= hinted:
         return missing
     return longest
 
 
-def _of_fetch(record: Record, took: float) -> Cause:
+def _of_fetch(record: Record, known: Figures, took: float) -> Cause:
     """Return the cause of a fetch that took so long: the store's pace, room in staging, or its own size."""
-    rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
+    rate, hour = known.get("store_bytes_s"), known.get("hour_bytes_s")
     if rate is not None and hour is not None and rate < SLOW_SHARE * hour:
         return Cause.DISK if record.get("medium") == "disk" else Cause.LINK
-    own = amount(record, "bytes") / rate * 1e3 if rate else 0.0
-    return Cause.STAGING if 2 * amount(record, "room_ms") >= took > 2 * own else Cause.TRANSFER
+    own = known.get("bytes", 0.0) / rate * 1e3 if rate else 0.0
+    return Cause.STAGING if 2 * known.get("room_ms", 0.0) >= took > 2 * own else Cause.TRANSFER
 
 
-def _mostly_nowhere(record: Record) -> bool:
-    return 2 * (count(record, "hint_blocks") - count(record, "found_blocks")) >= count(record, "hint_blocks")
-
-
-def _parts(record: Record) -> dict[Cause, float]:
+def _parts(record: Record, known: Figures) -> dict[Cause, float]:
     """Return how long each part of the request's life lasted: of a wait, and what the engine did for others.
 
     A request that waited in vain is judged by all that the daemon did for it.
     """
-    ended = amount(record, "ended_ms")
-    asked, claimed = figure(record, "visited_ms"), figure(record, "claimed_ms")
-    end = claimed if claimed is not None else ended
-    turn = asked if asked is not None else end
-    start, left = turn, turn + amount(record, "exposed_ms")
+    end = known.get("claimed_ms", known.get("ended_ms", 0.0))
+    turn = known.get("visited_ms", end)
+    start, left = turn, turn + known.get("exposed_ms", 0.0)
     if record.get("outcome") in _WAITED:
         start, left = 0.0, end
     marks = [0.0]
     for name in ("hint_seen_ms", "looked_up_ms", "answered_ms"):
-        at = figure(record, name)
-        marks.append(max(marks[-1], left if at is None else at))
+        marks.append(max(marks[-1], known.get(name, left)))
     marks.append(max(marks[-1], left))
     waits = [max(0.0, min(left, stop) - max(start, begin)) for begin, stop in pairwise(marks)]
     parts = dict(zip((Cause.DAEMON, Cause.MASTER, Cause.TRANSFER, Cause.STEP), waits, strict=True))
-    loaded = figure(record, "loaded_ms")
     parts[Cause.PLACES] = turn + max(0.0, end - left)
-    parts[Cause.PREFILL] = loaded - end if loaded is not None else 0.0
+    parts[Cause.PREFILL] = known.get("loaded_ms", end) - end
     return parts
 
 
 def _values(record: Record) -> dict[str, str]:
-    rate, hour = figure(record, "store_bytes_s"), figure(record, "hour_bytes_s")
+    known = figures(record, _FIGURES)
+    rate, hour = known.get("store_bytes_s"), known.get("hour_bytes_s")
     gave = "nothing came in time" if not rate else f"the store gave {size(rate)}/s"
     usual = "" if hour is None else f"; its last hour {size(hour)}/s"
-    hinted, local = count(record, "hint_blocks"), count(record, "local_blocks")
+    names = ("hint_blocks", "local_blocks", "loaded_blocks", "found_blocks")
+    hinted, local, loaded, found = (int(known.get(name, 0)) for name in names)
     return {
-        **{each.value.rpartition("_")[2]: number(took) for each, took in _parts(record).items()},
+        **{each.value.rpartition("_")[2]: number(took) for each, took in _parts(record, known).items()},
         "gave": gave + usual,
         "owners": printable(str(record.get("owners") or "its name is not known")),
         "namespace": printable(str(record.get("namespace") or "?")),
-        "room": number(amount(record, "room_ms")),
-        "part": f"staging has room for {count(record, 'loaded_blocks') + local} of its {hinted} blocks",
-        "absent": str(hinted - count(record, "found_blocks")),
+        "room": number(known.get("room_ms", 0.0)),
+        "part": f"staging has room for {loaded + local} of its {hinted} blocks",
+        "absent": str(hinted - found),
     }

@@ -1,8 +1,8 @@
-"""Counts of one epoch of an engine: kept for the status and the log, and added to the daemon's metrics."""
+"""Counts of one epoch of an engine: kept for the status and the log, and now and then added to the daemon's metrics."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,49 +19,51 @@ _LOGGED = (
 
 
 class Counters:
-    """The sums of this engine by the names of metrics, over all values of a label. The main loop alone writes them."""
+    """The sums of this engine by the names of metrics. The main loop alone writes them.
+
+    `counts`: by name, or name and value of the metric's label.  They never fall; `publish` adds them to the metrics.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self._sums: Counter[str] = Counter()
-        self._reached: Counter[tuple[str, ...]] = Counter()
+        self.counts: defaultdict[str | tuple[str, str], float] = defaultdict(int)
+        self._published: dict[str | tuple[str, str], float] = {}
         self.fetched_blocks = 0  # the metrics have their bytes
 
     def __getitem__(self, name: str) -> float:
-        return self._sums[name]
+        return sum(count for key, count in self.counts.items() if key == name or key[0] == name)
 
-    def add(self, name: str, count: float = 1, *label: str) -> None:
-        """Count what is above zero, with the value of the metric's label where it has one."""
-        if count > 0:
-            self._sums[name] += count  # type: ignore[assignment]  # of seconds
-            self.metrics.add(name, count, *label)
-
-    def reach(self, name: str, total: int, *label: str) -> None:
-        """Count up to a total that another part keeps."""
-        key = name, *label
-        grown, self._reached[key] = total - self._reached[key], total
-        self.add(name, max(0, grown), *label)
+    def publish(self) -> None:
+        """Add to the metrics what was counted since the last time."""
+        for key, count in self.counts.items():
+            if (grown := count - self._published.get(key, 0)) > 0:
+                self._published[key] = count
+                self.metrics.add(*((key, grown) if isinstance(key, str) else (key[0], grown, key[1])))
 
     def request_done(self, line: Mapping[str, Any]) -> None:
-        self.add("requests", 1, line["outcome"])
-        self.add("loaded_blocks", line["loaded_blocks"])
-        self.add("requests_taken_back", line["taken_back"] > 0)
+        counts, made = self.counts, self.metrics.made
+        counts["requests", line["outcome"]] += 1
+        counts["loaded_blocks"] += line["loaded_blocks"]
+        counts["requests_taken_back"] += line["taken_back"] > 0
         looked_up, seen = line["looked_up_ms"], line["hint_seen_ms"]
         if looked_up is not None:
-            self.metrics.observe("look_up_seconds", (looked_up - seen) / 1e3)
-            self.add("miss_blocks", line["hint_blocks"] - line["found_blocks"])
+            made["look_up_seconds"].observe((looked_up - seen) / 1e3)
+            counts["miss_blocks"] += line["hint_blocks"] - line["found_blocks"]
         if line["adopted_ms"] is not None:
-            self.metrics.observe("early_seconds", line["adopted_ms"] / 1e3)
+            made["early_seconds"].observe(line["adopted_ms"] / 1e3)
         outcome = line["outcome"] if line["outcome"] in WAITED else OTHER
-        self.metrics.observe("exposed_wait_seconds", line["exposed_ms"] / 1e3, outcome)
+        made["exposed_wait_seconds"].labels(outcome).observe(line["exposed_ms"] / 1e3)
         if line["last_byte_ms"] is not None:
             transfer_s = max(0.0, line["last_byte_ms"] - seen) / 1e3
-            self.add("transfer_seconds", transfer_s)
-            self.add("hidden_seconds", transfer_s * line["hidden_fraction"])
+            counts["transfer_seconds"] += transfer_s
+            counts["hidden_seconds"] += transfer_s * line["hidden_fraction"]
         if line["unseen_ms"] > 0:
-            self.metrics.observe("ready_to_seen_seconds", line["unseen_ms"] / 1e3)
+            made["ready_to_seen_seconds"].observe(line["unseen_ms"] / 1e3)
 
     def totals(self) -> dict[str, int]:
         """Return the numbers of an engine for the log and the status."""
-        sums = {name: int(self._sums[name]) for name in _LOGGED}
-        return {**sums, "dropped_hints": int(self._sums["hints_dropped"]), "fetched_blocks": self.fetched_blocks}
+        sums = defaultdict[str, float](int)
+        for key, count in self.counts.items():
+            sums[key if isinstance(key, str) else key[0]] += count
+        told = {name: int(sums[name]) for name in _LOGGED}
+        return {**told, "dropped_hints": int(sums["hints_dropped"]), "fetched_blocks": self.fetched_blocks}

@@ -169,11 +169,14 @@ Labels = tuple[str, ...]
 
 
 class Metrics:
-    """One daemon's metrics. Any thread may call; no call waits for another one's text."""
+    """One daemon's metrics. Any thread may call; no call waits for another one's text.
+
+    `made`: prometheus_client's objects, by name.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._made: dict[str, Any] = {name: self._make(name, described) for name, described in CATALOGUE.items()}
+        self.made: dict[str, Any] = {name: self._make(name, described) for name, described in CATALOGUE.items()}
         self._shown: dict[str, Mapping[Labels, float]] = {}
         self._reached: dict[Labels, float] = {}
         self.show("info", {(__version__,): 1})
@@ -191,31 +194,34 @@ class Metrics:
     def add(self, name: str, count: float = 1, *label: str) -> None:
         """Count, with the value of the counter's label where it has one; what is not above zero counts nothing."""
         if count > 0:
-            (self._made[name].labels(*label) if label else self._made[name]).inc(count)
+            (self.made[name].labels(*label) if label else self.made[name]).inc(count)
 
     def reach(self, name: str, total: float, *label: str) -> None:
         """Count up to a total that another part keeps; one that began anew counts from where it is."""
         key = name, *label
         grown, self._reached[key] = total - self._reached.get(key, 0), total
-        self.add(name, grown, *label)
-
-    def observe(self, name: str, value_s: float, *label: str) -> None:
-        (self._made[name].labels(*label) if label else self._made[name]).observe(value_s)
+        if grown > 0:
+            self.add(name, grown, *label)
 
     def show(self, name: str, samples: Mapping[Labels, float]) -> None:
         """Let a gauge have these samples, by the values of its labels, and no others."""
-        gauge, before = self._made[name], self._shown.get(name, {})
-        if samples == before:
-            return
+        gauge, before = self.made[name], self._shown.get(name, {})
         for labels, value in samples.items():
             (gauge.labels(*labels) if labels else gauge).set(value)
         for labels in before.keys() - samples.keys():
             gauge.remove(*labels)
         self._shown[name] = samples
 
+    def show_all(self, gauges: Mapping[str, Mapping[Labels, float]]) -> None:
+        """Show those of these gauges that have changed."""
+        for name, samples in gauges.items():
+            if samples != self._shown.get(name, {}):
+                self.show(name, samples)
+
     def show_engines(self, engines: Iterable[Mapping[str, int | str]]) -> None:
         """Show the numbers of the attached engines: those of two with one id are added, for one series."""
         sums: dict[str, Sums[str]] = {}
+        gauges: dict[str, Mapping[Labels, float]] = {}
         infos: dict[Labels, float] = {}
         for engine in engines:
             numbers = {name: value for name, value in engine.items() if isinstance(value, int)}
@@ -224,13 +230,12 @@ class Metrics:
         for name, described in CATALOGUE.items():
             if described.labels[:1] == _ENGINE and name != "engine_info":
                 uses = USES.get(name, {"": described.of or name})
-                samples: dict[Labels, float] = {
+                gauges[name] = {
                     ((engine, use) if use else (engine,)): float(numbers[key])
                     for engine, numbers in sums.items()
                     for use, key in uses.items()
                 }
-                self.show(name, samples)
-        self.show("engine_info", infos)
+        self.show_all({**gauges, "engine_info": infos})
 
     def show_fill(self, fill: StoreFill | None) -> None:
         """Show how full the embedded store is; no series while unknown, and none of a disk without one."""
@@ -242,19 +247,19 @@ class Metrics:
                 used["disk",], room["disk",] = fill.disk_used_bytes, fill.disk_bytes
             self.reach("memory_evicted_bytes", fill.memory_evicted_bytes)
             self.reach("disk_evictions", fill.disk_evictions)
-        self.show("store_used_bytes", used)
-        self.show("store_capacity_bytes", room)
+        self.show_all({"store_used_bytes": used, "store_capacity_bytes": room})
 
     def show_health(self, health: DaemonHealth) -> None:
         """Show what changes without the main loop, from the thread that serves the text."""
-        self.show("ready", {(): health.ready})
-        self.show("loop_age_seconds", {(): health.loop_age_s})
-        self.show("call_age_seconds", {(call,): age_s for call, age_s in health.call_age_s.items()})
+        ages: dict[Labels, float] = {(call,): age_s for call, age_s in health.call_age_s.items()}
+        self.show_all(
+            {"ready": {(): health.ready}, "loop_age_seconds": {(): health.loop_age_s}, "call_age_seconds": ages}
+        )
 
     def totals(self, name: str) -> dict[str, float]:
         """Return a counter's value by the value of its label, or by ""."""
         label = CATALOGUE[name].labels
-        samples = (sample for family in self._made[name].collect() for sample in family.samples)
+        samples = (sample for family in self.made[name].collect() for sample in family.samples)
         return {sample.labels[label[0]] if label else "": sample.value for sample in samples}
 
     def text(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 from ..config.sizes import size
@@ -57,8 +57,17 @@ def _request(record: Mapping[str, Any]) -> str:
 
 def figure(record: Mapping[str, Any], name: str) -> float | None:
     """Return a field that should be a number; None when it is absent, null or (in a foreign line) anything else."""
-    value = record.get(name)
-    return value if isinstance(value, (int, float)) and -_MOST < value < _MOST else None
+    return figures(record, (name,)).get(name)
+
+
+def figures(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+    """Return those of these fields that are such numbers."""
+    found = dict[str, float]()
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, (int, float)) and -_MOST < value < _MOST:
+            found[name] = value
+    return found
 
 
 def amount(record: Mapping[str, Any], name: str) -> float:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...shmring.wire.records import Done, Hint
-from ..planning.requests import Key, Request
+from ..planning.requests import Request
 from ..planning.runs import Lane
 from .causes import cause
 from .events import Ending
-
-RECENT = 256
 
 
 class Work(NamedTuple):
@@ -97,6 +94,21 @@ class Trace:
         hidden = 1.0 - min(1.0, late_ns / transfer_ns) if transfer_ns else 1.0
         unseen_ns = max(0, asked + exposed_ns - max(ready, asked)) if request.final and ready and asked else 0
         memory_blocks = request.fetched_blocks - request.disk_blocks
+        events = {
+            "adopted_ms": adopted_ns if self.hint.early and adopted_ns >= self.hint.arrival_ns else 0,
+            "hint_seen_ms": self.hint_seen_ns,
+            "looked_up_ms": self.looked_up_ns,
+            "first_byte_ms": request.first_byte_ns,
+            "last_byte_ms": request.last_byte_ns,
+            "answered_ms": self.answered_ns,
+            "visited_ms": asked,
+            "claimed_ms": claimed,
+            "loaded_ms": loaded,
+            "ended_ms": now_ns,
+        }
+        times = dict[str, float | None]()
+        for name, at_ns in events.items():
+            times[name] = round((at_ns - self.hint.arrival_ns) / 1e6, 3) if at_ns else None
         line = {
             "request_id": self.hint.request_id,
             "outcome": ending.value,
@@ -112,16 +124,7 @@ class Trace:
             "taken_back": request.taken_back,
             "store_unavailable": self.looked_up_ns > 0 and self.missing is None,
             "arrived_ms": 0.0,
-            "adopted_ms": self._ms(adopted_ns) if self.hint.early and adopted_ns >= self.hint.arrival_ns else None,
-            "hint_seen_ms": self._ms(self.hint_seen_ns),
-            "looked_up_ms": self._ms(self.looked_up_ns),
-            "first_byte_ms": self._ms(request.first_byte_ns),
-            "last_byte_ms": self._ms(request.last_byte_ns),
-            "answered_ms": self._ms(self.answered_ns),
-            "visited_ms": self._ms(asked),
-            "claimed_ms": self._ms(claimed),
-            "loaded_ms": self._ms(loaded),
-            "ended_ms": self._ms(now_ns),
+            **times,
             "exposed_ms": round(exposed_ns / 1e6, 3),
             "unseen_ms": round(unseen_ns / 1e6, 3),
             "missing_blocks": done.missing if done is not None else 0,
@@ -153,54 +156,3 @@ class Trace:
             "namespace": missing.namespace or None,
             "owners": (failure.owners if failure is not None else "") or missing.owners,
         }
-
-    def _ms(self, at_ns: int) -> float | None:
-        return round((at_ns - self.hint.arrival_ns) / 1e6, 3) if at_ns else None
-
-
-class Traces:
-    """One trace for each planned request, until it ends."""
-
-    def __init__(self, block_bytes: int, kv_groups: int = 1) -> None:
-        self._block_bytes, self._kv_groups = block_bytes, kv_groups
-        self._traces: dict[Key, Trace] = {}
-        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
-
-    def begin(self, key: Key, hint: Hint, now_ns: int, met: Met | None = None, gap_ns: int | None = None) -> None:
-        """A hint was read; `met`: the announcement that its request had; `gap_ns`: since its session's last request."""
-        hint = hint._replace(hashes=b"", pages=())
-        self._traces[key] = Trace(hint, now_ns, self._kv_groups, met, gap_ns, found_blocks=hint.local_blocks)
-
-    def asked(self, key: Key, asked_ns: int) -> None:
-        if (trace := self._traces.get(key)) is not None:
-            trace.asked_ns = asked_ns
-
-    def looked_up(self, request: Request, blocks: int, now_ns: int, missing: Missing | None, work: Work) -> None:
-        """The store answered; without `missing` it did not, and `blocks` are staged. `work` is that of its lane."""
-        trace = self._traces[request.key]
-        trace.staged_blocks = request.prompt.local_blocks + request.prompt.in_blocks(request.ready)
-        trace.looked_up_ns, trace.found_blocks, trace.missing, trace.before = now_ns, blocks, missing, work
-
-    def lane(self, key: Key) -> Lane:
-        """Return the lane of most of the request's fetches."""
-        trace = self._traces.get(key)
-        return trace.before.lane if trace is not None else Lane.MEMORY
-
-    def answered(self, key: Key, now_ns: int, work: Work | None) -> None:
-        """All that will come of the request was published; 0, None: it was taken back."""
-        if (trace := self._traces.get(key)) is not None:
-            trace.answered_ns, trace.after = now_ns, work
-
-    def end(
-        self, request: Request, ending: Ending, done: Done | None, now_ns: int, work: Work, adopted_ns: int = 0
-    ) -> dict[str, Any] | None:
-        """Return the fields of the line of a request that ended; None if it ended before. `work`: of its lane.
-
-        `adopted_ns`: when the scheduler last took up a request with its flag.
-        """
-        trace = self._traces.pop(request.key, None)
-        if trace is None:
-            return None
-        line = trace.fields(request, ending, done, self._block_bytes, now_ns, work, adopted_ns)
-        self.recent.append((now_ns, line))
-        return line

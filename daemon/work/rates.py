@@ -23,7 +23,8 @@ class Meter:
     def __init__(self) -> None:
         self._in_flight, self._since_ns = 0, 0
         self._bytes = self._busy_ns = 0  # in all
-        self._slice = (0, 0, 0)  # when it began; bytes and busy time until then
+        self.began_ns, self._slice = 0, (0, 0)  # when the slice began; bytes and busy time until then
+        self.rests = True  # nothing was in flight since then, and no slice is kept
         self._slices: deque[tuple[int, float]] = deque()  # (end, bytes per second) of the last hour
         # Bytes per second, by window. `now`: the last slice, of the last ten seconds.
         self.known: dict[str, float] = {}
@@ -32,6 +33,7 @@ class Meter:
         if not self._in_flight:
             self._since_ns = now_ns
         self._in_flight += 1
+        self.rests = False
 
     def add(self, count: int) -> None:
         self._bytes += count
@@ -48,11 +50,11 @@ class Meter:
 
     def tick(self, now_ns: int) -> None:
         """End a slice that is over."""
-        (began_ns, count, busy), (count_now, busy_now) = self._slice, self.total(now_ns)
+        (count, busy), (count_now, busy_now) = self._slice, self.total(now_ns)
         count, busy = count_now - count, busy_now - busy
-        if now_ns - began_ns < SLICE_NS or (self._in_flight and not count):
+        if now_ns - self.began_ns < SLICE_NS or (self._in_flight and not count):
             return  # the bytes of a call are known at its end
-        self._slice = (now_ns, count_now, busy_now)
+        self.began_ns, self._slice = now_ns, (count_now, busy_now)
         if count > 0 and busy >= _BUSY_NS:
             self._slices.append((now_ns, count / busy * 1e9))
         while self._slices and now_ns - self._slices[0][0] > HOUR_NS:
@@ -63,6 +65,7 @@ class Meter:
             "hour": [rate for _, rate in self._slices],
         }
         self.known = {window: median(rates) for window, rates in found.items() if rates}
+        self.rests = not self._slices and not self._in_flight
 
 
 class Rates:
@@ -75,7 +78,8 @@ class Rates:
     def tick(self, now_ns: int) -> None:
         """Call it several times a second."""
         for meter in self._all.values():
-            meter.tick(now_ns)
+            if not meter.rests and now_ns - meter.began_ns >= SLICE_NS:
+                meter.tick(now_ns)
 
     def known(self) -> dict[str, dict[str, float]]:
         """Return the bytes per second of each path that had traffic, by window."""

@@ -12,6 +12,7 @@ class FakeWorkerLink:
 
     def __init__(self, epoch: WorkerEpoch) -> None:
         self.epochs = {epoch.number: epoch}
+        self.ended = {0: 0}  # so that each step says which epochs live
         self.kept: list[Sequence[int]] = []
 
     def start(self) -> None: ...

@@ -121,6 +121,7 @@ def test_each_stage_has_a_deadline_of_its_own() -> None:
     peers[1].mapped = peers[0].mapped = SimpleNamespace()  # type: ignore[assignment]
     assert group.waits_for() == f"{Stage.MAPPING.value}: rank 1"
     peers[2].mapped = SimpleNamespace()  # type: ignore[assignment]
+    assert group.mapped() is not None
     assert group.waits_for() == ""
     for sock in ours:
         sock.close()

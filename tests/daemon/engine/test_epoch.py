@@ -42,8 +42,8 @@ def test_what_is_taken_back_is_pending_in_the_same_use_of_its_flag(engine: Engin
     engine.ask((1, 1))
     assert epoch.planner.next_order() is not None
     assert epoch.channel.table.flag(0) == (1, FlagState.HINTED, 0)
-    assert epoch.planner.holdings.next_change() == TakenBack(epoch.planner.requests[0, 1])
-    assert epoch.planner.holdings.next_change() is None
+    assert list(epoch.planner.holdings.changes) == [TakenBack(epoch.planner.requests[0, 1])]
+    epoch.planner.holdings.changes.clear()
     engine.put((0, 1), FlagState.CLAIMED)
     assert not epoch.channel.take_back((0, 1)), "never under a claim"
     assert not epoch.channel.take_back((0, 2)), "nor in another use"
@@ -94,7 +94,7 @@ def test_a_record_that_comes_a_look_behind_its_flag_says_how_the_request_ended(e
     assert (0, 1) in epoch.planner.requests
     engine.done((0, 1), loaded=1)
     assert epoch.counters["requests"] == 1
-    assert [line["outcome"] for _, line in epoch.traces.recent] == ["loaded"]
+    assert [line["outcome"] for _, line in epoch.parts.recent] == ["loaded"]
 
 
 def test_the_slots_of_a_request_move_in_its_own_use_of_the_flag_alone(engine: Engine) -> None:
@@ -257,10 +257,10 @@ def test_an_early_hint_ends_by_the_daemons_own_deadline_unless_the_scheduler_has
     epoch.tick(since_ns + ADOPTED_WITHIN_NS + SECOND_NS)
     assert set(epoch.planner.requests) == {(0, 1), (2, 1), (3, 1)}
     assert epoch.channel.table.flag(1) == (1, FlagState.EXPIRED, 0)
-    assert [line["outcome"] for _, line in epoch.traces.recent] == ["forsaken"]
+    assert [line["outcome"] for _, line in epoch.parts.recent] == ["forsaken"]
     engine.put((2, 1), FlagState.CANCELLED)
     engine.done((2, 1), Outcome.ABORTED)
-    assert [line["adopted_ms"] is None for _, line in epoch.traces.recent] == [True, False]
+    assert [line["adopted_ms"] is None for _, line in epoch.parts.recent] == [True, False]
     engine.put((1, 1), FlagState.FREE)  # the engine sees it, and uses the flag and its page again
     engine.hint([bytes([7]) * 32], key=(1, 2), early=True)
     assert (1, 2) in epoch.planner.requests

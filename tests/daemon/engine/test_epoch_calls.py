@@ -82,6 +82,7 @@ def test_what_a_fetch_brought_and_missed_is_counted_by_its_lane(setup: Setup) ->
         setup.pools.end(outcome)
     counters = setup.epoch.counters
     assert counters.fetched_blocks == 3
+    counters.publish()
     metrics = counters.metrics
     assert metrics.totals("fetched_bytes") == {"memory": 2 * BLOCK_BYTES, "disk": BLOCK_BYTES}
     assert metrics.totals("failed_blocks") == {"memory": 1, "disk": 1}
@@ -201,6 +202,7 @@ def test_a_fetch_that_raises_fails_its_own_blocks_only(setup: Setup) -> None:
     setup.want((0, 1), "a", "b")
     setup.start()
     setup.pools.end(RuntimeError("planted"))
+    setup.epoch.counters.publish()
     assert setup.epoch.counters.metrics.totals("failed_blocks") == {"memory": 2, "disk": 0}
     assert setup.epoch.gauges()["orders"] == 0
     setup.want((1, 1), "c")
@@ -228,6 +230,7 @@ def test_what_is_announced_needs_room_too_and_its_request_finds_it(setup: Setup)
     assert len(told) == 2, "the request goes first"
     setup.epoch.drain(0)
     assert (told[-1].outcome, told[-1].last) == ("used", True)
+    setup.epoch.counters.publish()
     assert setup.epoch.counters.metrics.totals("announced_blocks")["fetched"] == 1
     assert setup.epoch.counters.metrics.totals("announcements")["used"] == 1
 

@@ -111,7 +111,7 @@ def parts(epoch: Epoch) -> Iterator[object]:
 
 def kinds() -> list[type]:
     life = Life()
-    found = {EpochCalls, *(type(part) for part in parts(life.epoch))}
+    found: set[type] = {EpochCalls, *(type(part) for part in parts(life.epoch))}
     life.end()
     return sorted(found, key=lambda each: each.__name__)
 

@@ -169,9 +169,10 @@ def test_a_flag_shows_the_prefix_once_all_its_blocks_are_there(setup: Setup) -> 
     assert setup.epoch.planner.gauges()["blocks_pinned"] == 0
     again = setup.hinted(1, "a", "b", "c", local=1)
     assert setup.flag(again) == Flag(1, FlagState.READY, 3), "what is staged needs no question"
-    (line,) = [line for _, line in setup.epoch.traces.recent]
+    (line,) = [line for _, line in setup.epoch.parts.recent]
     assert (line["hint_blocks"], line["local_blocks"], line["found_blocks"], line["loaded_blocks"]) == (3, 0, 3, 2)
     assert (line["kv_groups"], line["bytes"]) == (2, 4 * 4096)
+    setup.epoch.counters.publish()
     hits = setup.epoch.counters.metrics.totals("hit_blocks")
     assert hits == {"staging": 2, "memory": 3, "disk": 0}, "as misses count"
 

@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from kvprefetch.daemon.engine import saver
-from kvprefetch.daemon.planning import holdings
+from kvprefetch.daemon.engine import epoch_calls, saver
 from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.shmring._atomics import repeats
 from kvprefetch.shmring.wire import records
@@ -84,7 +83,7 @@ def test_the_loop_goes_on_with_what_one_record_left(monkeypatch: pytest.MonkeyPa
     engine = Engine(make_epoch())
     engine.stage((0, 1), *"abcdefgh")
     engine.loaded((0, 1), range(8))
-    monkeypatch.setattr(holdings, "RUNS", 2)
+    monkeypatch.setattr(epoch_calls, "RUNS", 2)
     engine.want((1, 1), *"hgfedcba")
     while engine.epoch.channel.table.flag(1).state != FlagState.READY:
         assert not engine.epoch.start_fetch(Lane.MEMORY), "all is staged"

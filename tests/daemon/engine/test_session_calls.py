@@ -62,7 +62,7 @@ class Setup(Engine):
         self.serve()
         assert self.epoch.channel.table.flag(key[0]).state == FlagState.READY
         self.cancel(key)
-        line = self.epoch.traces.recent[-1][1]
+        line = self.epoch.parts.recent[-1][1]
         self.asked.clear()
         self.fetched.clear()
         return line
@@ -78,6 +78,7 @@ class Setup(Engine):
         self.come("tsrqpo", NO_SESSION)
 
     def total(self, name: str) -> dict[str, float]:
+        self.epoch.numbers()
         return self.epoch.counters.metrics.totals(name)
 
 
@@ -126,7 +127,7 @@ def test_leases_are_kept_in_a_pause_and_a_request_s_question_goes_first() -> Non
     setup.wait(UNKNOWN_NS)
     assert set(setup.asked) == {"abc"}, "staged blocks, too: they may lose their room"
     assert 10 <= len(setup.asked) <= 13, "twice a lease of ten seconds"
-    assert setup.epoch.counters["kept_blocks"] == 3 * len(setup.asked)
+    assert setup.epoch.numbers()["kept_blocks"] == 3 * len(setup.asked)
     setup.come("def", AGENT)
     setup.pools.calls.clear()
     setup.now += SECOND_NS

@@ -37,7 +37,7 @@ class Setup:
         self.now += after_ns
         chain = Chain("".join(each * SIZE for each in prompt).encode(), SIZE)
         gap_ns, outdated = self.sessions.arrived(session.encode(), chain, local, self.now, self.block_ns)
-        self.sessions.used(len(prompt) - local)
+        self.sessions.used_blocks += len(prompt) - local
         return gap_ns, list(outdated)
 
     def due(self, after_ns: int = 0) -> Due | None:
@@ -114,15 +114,15 @@ def test_what_the_engine_s_own_cache_still_has_is_not_announced() -> None:
     setup = Setup()
     setup.learn()
     for used, local in ((10, OWN_GAPS + 1), (14, 1)):
-        setup.sessions.used(used)
+        setup.sessions.used_blocks += used
         setup.come("s", "a" * (OWN_GAPS + 1), GAP_NS, local)
-    setup.sessions.used(4)
+    setup.sessions.used_blocks += 4
     assert setup.due(GAP_NS) is None
-    setup.sessions.used(1)
+    setup.sessions.used_blocks += 1
     assert setup.due(SECOND_NS) is not None
-    setup.sessions.used(6)
+    setup.sessions.used_blocks += 6
     setup.come("s", "a" * (OWN_GAPS + 1), GAP_NS, 1)
-    setup.sessions.used(4)
+    setup.sessions.used_blocks += 4
     assert setup.due(GAP_NS) is None, "five of ten, and what a request of its own used counts not"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
+from kvprefetch.daemon.planning import holdings
 from kvprefetch.daemon.planning import planner as module
 from kvprefetch.daemon.planning.requests import AnnounceTimes, Broken, Key, Order, Publication, Request
 from kvprefetch.daemon.planning.runs import Lane
@@ -86,11 +87,13 @@ class Planner(module.Planner):
     def carry_out(self) -> None:
         if self.holdings.owes:
             self.holdings.settle()
-        while (change := self.holdings.next_change()) is not None:
+        while self.holdings.changes:
+            change = self.holdings.changes.popleft()
             if isinstance(change, Publication) and not self.flags.publish(change):
                 self.refused(change.request)
             elif isinstance(change, Broken) and self.stored:
                 self.ask_store(change.request)
+        self.holdings.room = holdings.RUNS
 
     def arrives(
         self, key: Key, groups: Groups, hashes: bytes, blocks: range, *options: Any, room: int | None = None

@@ -47,7 +47,7 @@ class Tables(FlagsModel):
     def publish(self, publication: Publication) -> bool:
         request, start, slots, *_ = publication
         there = {slot: copy.slot for slot in slots if (copy := self.copies.of(slot)) is not None and copy.there}
-        named = list(self.promotions.published(request, start, slots))
+        named = list(self.promotions.published(request, start, slots) if self.promotions.on else slots)
         assert named == [there.get(slot, slot) for slot in slots], "what is on the device is named at once"
         self.entries.setdefault(request.key, [])[start:] = named
         return super().publish(publication)

@@ -161,5 +161,5 @@ def test_what_was_staged_and_not_shown_yet_is_not_shown_once_it_is_taken_back() 
     whole.ask(planner, head)
     assert whole.next_order(planner) is not None
     assert flags.taken_back == [waiting]
-    changes: list[Any] = list(iter(planner.holdings.next_change, None))
+    changes: list[Any] = list(planner.holdings.changes)
     assert [(type(each), each.request.key) for each in changes] == [(TakenBack, waiting)]

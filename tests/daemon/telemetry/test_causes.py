@@ -173,7 +173,7 @@ def test_every_condition_is_needed() -> None:
     """A planted defect per condition of the judgement: an example above then has another sentence."""
     lines = [line for line, _ in EXAMPLES] + WITHOUT
     right = list(map(causes.sentence, lines))
-    planted = list(mutants(causes, ("_cause", "_of_fetch", "_mostly_nowhere", "_parts")))
+    planted = list(mutants(causes, ("_cause", "_of_fetch", "_parts")))
     unseen = [what for what, mutant in planted if judged(mutant, lines) == right]
     assert unseen == []
     assert len(planted) > 50

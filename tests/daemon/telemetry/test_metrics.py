@@ -188,7 +188,7 @@ def test_a_scrape_never_fails_while_engines_come_and_go() -> None:
             number += 1
             names = range(number % 50)
             made.show_engines({"engine": f"e{name}", **dict.fromkeys(ENGINE_NUMBERS, 1)} for name in names)
-            made.observe("fetch_seconds", 0.1, "memory")
+            made.made["fetch_seconds"].labels("memory").observe(0.1)
 
     loop = threading.Thread(target=change)
     loop.start()
@@ -222,7 +222,9 @@ def test_counters_take_a_request_in() -> None:
     first, second = Counters(made), Counters(made)
     for each in (first, second):
         each.request_done(LINE)
+        each.publish()
         each.request_done({**LINE, **ABORTED})
+        each.publish()
     assert made.totals("requests")[Ending.LOADED.value] == made.totals("requests")[Ending.ABORTED.value] == 2
     assert (made.totals("miss_blocks"), made.totals("loaded_blocks")) == ({"": 8}, {"": 14})
     assert made.totals("requests_taken_back") == {"": 2}, "one in each, however often"

@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
-from kvprefetch.daemon.telemetry.trace import Met, Missing, Trace, Traces, Work
+from kvprefetch.daemon.telemetry.trace import Met, Missing, Trace, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 from tests.daemon.planning.support import request_of
 from tests.support.telemetry import sample
@@ -101,25 +101,20 @@ def test_without_the_engine_s_word_a_wait_ends_with_the_fetch(final: bool, expos
     assert line["exposed_ms"] == exposed
 
 
-def test_a_request_is_logged_once_and_entered_into_the_totals() -> None:
+def test_the_line_of_a_request_is_entered_into_the_totals() -> None:
     """One that the engine said nothing of has loaded nothing, and no time at which it did."""
-    traces = Traces(1000)
     request = request_of(0, range(4))
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
-    traces.begin(request.key, hint(local=1), 11 * MS)
-    traces.looked_up(request, 3, 21 * MS, Missing("evicted"), Work())
-    traces.asked(request.key, 31 * MS)
-    traces.asked((7, 7), 31 * MS)  # not a request of ours: nothing happens
-    line = traces.end(request, Ending.ENGINE_GONE, None, 61 * MS, Work())
-    assert line is not None
-    assert traces.end(request, Ending.ENGINE_GONE, None, 62 * MS, Work()) is None
-    assert list(traces.recent) == [(61 * MS, line)]
+    trace = Trace(hint(local=1), 11 * MS, looked_up_ns=21 * MS, asked_ns=31 * MS, found_blocks=3)
+    trace.missing = Missing("evicted")
+    line = trace.fields(request, Ending.ENGINE_GONE, None, 1000, 61 * MS, Work())
     times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "visited", "last_byte", "ended")]
     assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]
     assert [line[name] for name in ("claimed_ms", "loaded_ms", "loaded_blocks")] == [None, None, 0]
     assert (line["exposed_ms"], line["hidden_fraction"]) == (30.0, 0.5)
     totals = Counters(Metrics())
     totals.request_done(line)
+    totals.publish()
     ended = totals.metrics.totals("requests")
     assert {outcome: count for outcome, count in ended.items() if count} == {"engine_gone": 1}
     assert totals["miss_blocks"] == 1
