@@ -112,12 +112,14 @@ class Control:
     def _read(self, peer: Peer, now_ns: int) -> None:
         try:
             with contextlib.ExitStack() as files:
-                received = receive_message(peer.sock, max_fds=int(self._is_door(peer)))
+                # For itself or others: the process of the HTTP door alone asks for other users, and sends descriptors.
+                uid = self._connections.access.scope(peer.credentials)
+                received = receive_message(peer.sock, max_fds=int(uid is None and peer.hello is None))
                 if received is not None:
                     message, fds = received
                     for fd in fds:
                         files.callback(os.close, fd)
-                    self._handle(peer, message, fds, now_ns)
+                    self._handle(peer, message, fds, uid, now_ns)
                     return
         except BlockingIOError:
             return
@@ -131,21 +133,17 @@ class Control:
         self._connections.close(peer)
         self.handshake.left(peer)
 
-    def _is_door(self, peer: Peer) -> bool:
-        """Whether it may be the process of the HTTP door: it alone asks for other users, and sends descriptors."""
-        return peer.hello is None and self._connections.access.scope(peer.credentials) is None
-
-    def _about(self, peer: Peer, caller: Caller | None) -> Credentials:
+    def _about(self, peer: Peer, caller: Caller | None, uid: int | None) -> Credentials:
         """Return whose engines a message is about. Raises ProtocolError for a caller that the peer may not name."""
         if caller is None:
             return peer.credentials
-        if not self._is_door(peer):
+        if uid is not None:
             raise ProtocolError(f"only root and the daemon's user ask for others: uid={peer.credentials.uid}")
         return Credentials(peer.credentials.pid, caller.uid, frozenset(caller.groups))
 
-    def _announce(self, peer: Peer, message: EngineQuery | Announce, fds: Sequence[int]) -> None:
+    def _announce(self, peer: Peer, message: EngineQuery | Announce, fds: Sequence[int], uid: int | None) -> None:
         """Answer a message that is about the engines of its caller."""
-        access, about = self._connections.access, self._about(peer, message.caller)
+        access, about = self._connections.access, self._about(peer, message.caller, uid)
         if isinstance(message, EngineQuery):
             answer: Engine | Report = Report(ok=False, forbidden=True, text=f"uid={about.uid} {NOT_ALLOWED}")
             if access.may_attach(about):
@@ -158,15 +156,15 @@ class Control:
         else:  # since it asked for the engine
             peer.send(AnnounceStep(number=message.number, outcome="rejected", reason=f"uid={about.uid} {NOT_ALLOWED}"))
 
-    def _handle(self, peer: Peer, message: Message, fds: Sequence[int], now_ns: int) -> None:
+    def _handle(self, peer: Peer, message: Message, fds: Sequence[int], uid: int | None, now_ns: int) -> None:
+        """`uid`: whose engines the peer may see and steer; None: all."""
         # Refused only now: closing a socket with an unread message would lose the refusal.
-        if not self._connections.access.may_attach(peer.credentials):
+        if uid is not None and not self._connections.access.may_attach(peer.credentials):
             self._connections.refuse(peer, f"uid={peer.credentials.uid} {NOT_ALLOWED}", final=True, forbidden=True)
             self._leave(peer)
             return
         if peer.hello is not None and not isinstance(message, FromEngine):
             raise ProtocolError(f"an engine's process asks nothing on its connection: type={message.type}")
-        uid = self._connections.access.scope(peer.credentials)
         if isinstance(message, Hello):
             self.handshake.hello(peer, message)
         elif isinstance(message, Mapped):
@@ -174,7 +172,7 @@ class Control:
         elif isinstance(message, Reset):
             self.handshake.reset(peer, message)
         elif isinstance(message, EngineQuery | Announce):
-            self._announce(peer, message, fds)
+            self._announce(peer, message, fds, uid)
         elif isinstance(message, StatusQuery | StatQuery):
             send_message(peer.sock, self._admin.answer(message, uid, now_ns))
         elif isinstance(message, SetMode | Reload | Remove):

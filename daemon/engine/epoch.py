@@ -17,6 +17,7 @@ from ...shmring.wire.admin import Announce
 from ...shmring.wire.attach import Mapped, Reset, ResetDone
 from ...shmring.wire.checks import Mode
 from ...shmring.wire.records import NO_SESSION, FlagState, ProtocolError, RecordKind
+from ..planning.holdings import RUNS
 from ..planning.requests import Key, Request
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
@@ -214,7 +215,8 @@ class Epoch(EpochCalls):
         elif record.kind == RecordKind.SAVED:
             saved = records.decode_saved(record.payload)
             self.channel.check_saved(saved)
-            self.count_puts(self.saver.saved(saved, saving=self.parts.saving))
+            if failed := self.saver.saved(saved, saving=self.parts.mode == "on"):
+                self.count_puts(failed)
         elif record.kind == RecordKind.USED:
             used = records.decode_used(record.payload)
             self.channel.check_used(used)
@@ -301,8 +303,11 @@ class Epoch(EpochCalls):
         if not ahead:
             starved = order is None and self.planner.starved(lane)
             self.parts.reasons.note_room(lane, self._services.clock_ns(), starved=starved)
-        self.publish()
-        self.owes = self.owes or self.planner.holdings.owes
+        holdings = self.planner.holdings
+        if holdings.owes or holdings.changes:
+            self.publish()
+        holdings.room = RUNS
+        self.owes = self.owes or holdings.owes
         if order is not None:
             self._fetches.start(order)
         return order is not None

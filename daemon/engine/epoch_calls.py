@@ -49,23 +49,25 @@ class EpochCalls(EngineCalls):
             self.reply()
             return
         parts, now = self.parts, self._services.clock_ns()
-        saver, ahead = parts.saver, parts.ahead
-        if parts.look_ups.due(now):
+        saver, ahead, look_ups, holdings = parts.saver, parts.ahead, parts.look_ups, parts.planner.holdings
+        if look_ups.flight is None and (look_ups.queue or look_ups.leases.due(now)):
             self._look_up_next(now)
-        self.publish()
+        if holdings.owes or holdings.changes:
+            self.publish()
+        holdings.room = RUNS
         if parts.promoter.on:
             self._copy()
         if saver.given_up:
             self.count_puts(saver.ended())
-        if saver.returned and parts.saving:
+        if saver.returned and parts.mode == "on":
             parts.channel.credits.grant(saver.next_grant())
         if (due := parts.sessions.due) and due[0][0] <= now:
             self._announce_sessions(now)
         while ahead.waiting and self._hint_ahead(now):
             self._look_up_next(now)
             self.publish()
-        owes = bool(ahead.outcomes or saver.given_up) or parts.planner.holdings.owes
-        self.owes = owes or (not self._services.store.answering and parts.look_ups.waiting)
+        owes = bool(ahead.outcomes or saver.given_up) or holdings.owes
+        self.owes = owes or (not self._services.store.answering and look_ups.waiting)
 
     def _start(self, kind: CallKind, run: Callable[[], Any], on_result: OnResult, overdue: Callable[[], None]) -> None:
         self._services.pools.start(Call(kind, run, on_result, overdue, self))
@@ -155,7 +157,7 @@ class EpochCalls(EngineCalls):
     def _tell_absent(self, names: Sequence[bytes]) -> None:
         """Have the engine save these blocks again, if they are in its cache, and nobody is saving them."""
         parts = self.parts
-        if parts.engine.scheduler.saves and parts.saving:
+        if parts.engine.scheduler.saves and parts.mode == "on":
             putting = parts.saver.putting()
             absent = [name for name in names if name not in putting]
             for start in range(0, len(absent), attach.MAX_ABSENT):
@@ -334,7 +336,7 @@ class EpochCalls(EngineCalls):
         parts.look_ups.leases.put([name for name, _ in put.blocks])
         if result.again:  # a store that is full of leases finds room once some of them end
             self._services.full_until_ns = now + self._services.config.lease_ns
-        self.count_puts(parts.saver.stored(put, result, now, saving=parts.saving))
+        self.count_puts(parts.saver.stored(put, result, now, saving=parts.mode == "on"))
 
     def count_puts(self, ended: Sequence[Put]) -> None:
         """Count the puts that have ended, and log the saves that have."""

@@ -97,7 +97,3 @@ class EpochParts:
         """Return where the engine's blocks are, with the keys of these weights."""
         engine, staging = self.engine, self.memory.staging
         return transfers.RankLayout.of(engine.workers, staging, owner=engine.owner, weights=weights)
-
-    @property
-    def saving(self) -> bool:
-        return self.mode == "on"

@@ -78,7 +78,10 @@ class GoneBlocks(NamedTuple):
 
 
 class LookUps:
-    """Questions from a hint to its answer. The caller applies the answers in order."""
+    """Questions from a hint to its answer. The caller applies the answers in order.
+
+    While no batch is in `flight`, `next_batch` may have something for the `queue`, or for what the leases say is due.
+    """
 
     def __init__(
         self,
@@ -95,20 +98,20 @@ class LookUps:
         self._most = max(1, MOST_KEYS // shards)  # digests of a question
         self._part = min(BATCH_DIGESTS, self._most)
         self._waiting: dict[Key, Asking] = {}
-        self._queue: list[tuple[Urgency, Key]] = []
+        self.queue: list[tuple[Urgency, Key]] = []
         self._room = RENEWED_PER_TICK  # digests
         self._new_before = 0  # digests of the last batch, if it was of new requests: then renewals have their turn
-        self._flight: Batch | None = None
+        self.flight: Batch | None = None
 
     @property
     def waiting(self) -> bool:
         """Whether a request waits for a question; not one whose question is out."""
-        return bool(self._waiting) and self._flight is None
+        return bool(self._waiting) and self.flight is None
 
     @property
     def queued(self) -> int:
         """Entries of the queue: outdated ones of requests that were asked for count too."""
-        return len(self._queue)
+        return len(self.queue)
 
     def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> LookedUp | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
@@ -122,23 +125,19 @@ class LookUps:
 
     def _wait(self, asking: Asking) -> None:
         self._waiting[asking.request.key] = asking
-        heapq.heappush(self._queue, (asking.request.urgency, asking.request.key))
+        heapq.heappush(self.queue, (asking.request.urgency, asking.request.key))
 
     def asked(self, request: Request) -> None:
         """Its urgency changed."""
         if request.key in self._waiting:
-            heapq.heappush(self._queue, (request.urgency, request.key))
-
-    def due(self, now_ns: int) -> bool:
-        """Whether `next_batch` may have something, or `give_up`."""
-        return self._flight is None and (bool(self._queue) or self.leases.due(now_ns))
+            heapq.heappush(self.queue, (request.urgency, request.key))
 
     def next_batch(self, now_ns: int, *, keep: bool = True) -> Batch | None:
         """Return the next questions for the store; None while a batch is out, or where there are none.
 
         `keep`: ask for sessions' prompts, too.
         """
-        if self._flight is not None:
+        if self.flight is not None:
             return None
         turn = self._new_before > 0
         for renewal in (turn, not turn):
@@ -146,15 +145,15 @@ class LookUps:
             if questions or parts:
                 digests = [*(asking.names for asking in questions), *(part.names for part in parts)]
                 self._new_before = 0 if renewal else sum(map(len, digests))
-                self._flight = Batch(questions, parts, digests)
-                return self._flight
+                self.flight = Batch(questions, parts, digests)
+                return self.flight
         return None
 
     def _new(self, now_ns: int) -> list[Asking]:
         questions: list[Asking] = []
         room = self._part
-        while self._queue and room > 0:
-            _, key = heapq.heappop(self._queue)
+        while self.queue and room > 0:
+            _, key = heapq.heappop(self.queue)
             if (asking := self._waiting.pop(key, None)) is not None and self._lives(asking.request):
                 if asking.asked_ns < 0:
                     asking.asked_ns = now_ns
@@ -176,9 +175,9 @@ class LookUps:
 
     def answered(self, batch: Batch, found: Sequence[Found] | None, now_ns: int) -> list[LookedUp | Lost | GoneBlocks]:
         """Take what was found for each question of a batch; None: the store cannot say."""
-        if batch is not self._flight:
+        if batch is not self.flight:
             return []  # given up before
-        self._flight = None
+        self.flight = None
         answers = list[LookedUp | Lost | GoneBlocks]()
         rest = iter(found) if found is not None else repeat(None)
         for asking, each in zip(batch.questions, rest, strict=False):
@@ -224,11 +223,11 @@ class LookUps:
 
         More of them wait for the next call than GIVE_UP_NAMES are of.  Renewals wait for the store.
         """
-        if self._flight is not None:
+        if self.flight is not None:
             return []
         answers = self._give_up_of(list(self._waiting), now_ns)
         if not self._waiting:
-            self._queue.clear()
+            self.queue.clear()
         return answers
 
     def _give_up_of(self, keys: Sequence[Key], now_ns: int) -> list[LookedUp]:

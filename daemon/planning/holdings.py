@@ -47,11 +47,9 @@ class Holdings:
         self._behind: dict[Request, int] = {}  # to be advanced further, with the time of their last bytes
         self._paused = self.owes = False
 
-    def pause(self) -> bool:
-        """Whether this event did its share; then another order goes on."""
-        if self.room <= 0:
-            self._paused = self.owes = True
-        return self.room <= 0
+    def pause(self) -> None:
+        """This event did its share, and another order goes on."""
+        self._paused = self.owes = True
 
     def settle(self) -> None:
         """Go on with what earlier events left."""

@@ -277,12 +277,13 @@ class Planner:
 
     def _issue(self, request: Request, lane: Lane, digests: list[bytes], slots: array[int], chunk: int) -> Stop:
         """Pin this request's next blocks, and add the absent ones to an order of up to `chunk` blocks."""
-        while request.wants_work and (room := chunk - len(slots)) > 0:
+        while not request.final and request.issued < request.limit and (room := chunk - len(slots)) > 0:
             self.holdings.pin_known(request, request.limit)
             start = request.issued
             if start >= request.limit:
                 break
-            if self.holdings.pause():
+            if self.holdings.room <= 0:
+                self.holdings.pause()
                 return Stop.LATER
             request.lane = request.lane_of(start)
             if request.lane is not lane:
@@ -304,7 +305,8 @@ class Planner:
         """Take slots for `count` blocks, from other requests if need be; return why it took fewer."""
         self._taker = None if self._taker is request else self._taker
         while len(slots) < count:
-            if self.holdings.pause():
+            if self.holdings.room <= 0:
+                self.holdings.pause()
                 self._taker = request
                 return Stop.LATER
             if free := self.blocks.take_slots(count - len(slots), request):

@@ -68,7 +68,11 @@ class Queues:
         heap = self._heaps[lane]
         while heap:
             request = self._numbers.get(heap[0][-1])
-            if request is not None and request.lane is lane and request.wants_work and request.urgency == heap[0]:
+            if (
+                request is not None
+                and (request.lane is lane and request.urgency == heap[0])
+                and (not request.final and request.issued < request.limit)
+            ):
                 return request
             heapq.heappop(heap)
         self.ready[lane] = False

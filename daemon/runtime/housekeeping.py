@@ -76,7 +76,7 @@ class Housekeeping:
             }
         )
         metrics.show_fill(shared.snapshot.fill)
-        metrics.reach("log_dropped_lines", shared.snapshot.dropped_lines)
+        metrics.reach_all({"log_dropped_lines": shared.snapshot.dropped_lines})
         engines = shown["engines"][: report.MAX_ENGINES]
         self._board.write({**shown, "engines": engines, "outcomes": metrics.totals("requests")})
 

@@ -38,6 +38,8 @@ class Connection:
         self._in_flight = 0
         self._under_way = False  # Mooncake gave up a transfer that may still go on
         self._breaker = Breaker(clock)
+        # Whether a call is worth making: the store is open, and its last call did not fail as a whole.
+        self.answering = False
 
     def open(self) -> None:
         """Join the cluster, once. Raises StoreError.
@@ -63,6 +65,7 @@ class Connection:
         """Admit calls, to a client that has joined."""
         with self._state:
             self._joined, self._client, self.is_open = joined, joined.client, True
+            self.answering = self._breaker.closed
 
     def close(self, *, goodbye: bool = True) -> None:
         """Refuse new calls, wait for those in flight, then leave the cluster; may hold the GIL for 2 s. Idempotent.
@@ -73,7 +76,7 @@ class Connection:
         """
         goodbye = goodbye and addresses.elected(self._settings.master_server_address) is None
         with self._state:
-            was_open, self.is_open = self.is_open, False
+            was_open, self.is_open, self.answering = self.is_open, False, False
             idle = self._state.wait_for(lambda: self._in_flight == 0, _CLOSE_WAIT_S)
         if was_open and idle and goodbye and not self._under_way:
             self._client.close()
@@ -83,11 +86,6 @@ class Connection:
             self._port.close()
         if was_open:
             self._log.info("store.closed", in_flight=self._in_flight)
-
-    @property
-    def answering(self) -> bool:
-        """Whether a call is worth making: the store is open, and its last call did not fail as a whole."""
-        return self.is_open and self._breaker.closed
 
     @property
     def due_for_probe(self) -> bool:
@@ -129,7 +127,14 @@ class Connection:
         """Report a call's outcome to the breaker. Raises StoreUnavailable after one that failed."""
         if failed:
             pause_s = self._breaker.failed(attempt)
+            self._note_answering()
             self._log.warning("store.failed", call=what, code=code, pause_s=pause_s)
             raise StoreUnavailable(f"{what} failed with code {code}")
         if self._breaker.worked():
+            self._note_answering()
             self._log.info("store.recovered", call=what)
+
+    def _note_answering(self) -> None:
+        """Follow each turn of the breaker, so that the last one to look has seen the last turn."""
+        with self._state:
+            self.answering = self.is_open and self._breaker.closed

@@ -178,7 +178,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.made: dict[str, Any] = {name: self._make(name, described) for name, described in CATALOGUE.items()}
         self._shown: dict[str, Mapping[Labels, float]] = {}
-        self._reached: dict[Labels, float] = {}
+        self._reached: dict[str, float] = {}
         self.show("info", {(__version__,): 1})
         ProcessCollector(registry=self._registry)
 
@@ -196,12 +196,12 @@ class Metrics:
         if count > 0:
             (self.made[name].labels(*label) if label else self.made[name]).inc(count)
 
-    def reach(self, name: str, total: float, *label: str) -> None:
-        """Count up to a total that another part keeps; one that began anew counts from where it is."""
-        key = name, *label
-        grown, self._reached[key] = total - self._reached.get(key, 0), total
-        if grown > 0:
-            self.add(name, grown, *label)
+    def reach_all(self, totals: Mapping[str, float]) -> None:
+        """Count up to totals that other parts keep; one that began anew counts from where it is."""
+        for name, total in totals.items():
+            grown, self._reached[name] = total - self._reached.get(name, 0), total
+            if grown > 0:
+                self.add(name, grown)
 
     def show(self, name: str, samples: Mapping[Labels, float]) -> None:
         """Let a gauge have these samples, by the values of its labels, and no others."""
@@ -245,8 +245,7 @@ class Metrics:
             used["memory",], room["memory",] = fill.memory_used_bytes, fill.memory_bytes
             if fill.disk_bytes:
                 used["disk",], room["disk",] = fill.disk_used_bytes, fill.disk_bytes
-            self.reach("memory_evicted_bytes", fill.memory_evicted_bytes)
-            self.reach("disk_evictions", fill.disk_evictions)
+            self.reach_all({"memory_evicted_bytes": fill.memory_evicted_bytes, "disk_evictions": fill.disk_evictions})
         self.show_all({"store_used_bytes": used, "store_capacity_bytes": room})
 
     def show_health(self, health: DaemonHealth) -> None:

@@ -204,7 +204,7 @@ def test_a_scrape_never_fails_while_engines_come_and_go() -> None:
 def test_what_another_part_counts_is_taken_over_and_does_not_fall() -> None:
     made = Metrics()
     for total, shown in ((5, 5), (7, 7), (2, 7), (3, 8)):  # it began anew in between
-        made.reach("log_dropped_lines", total)
+        made.reach_all({"log_dropped_lines": total})
         assert sample(made, "log_dropped_lines_total") == shown
 
 
