@@ -245,7 +245,7 @@ class Epoch(EpochCalls):
         self.counters.metrics.made["push_to_seen_seconds"].observe(max(0, now - hint.arrival_ns) / 1e9)
         # Cancelled before we looked, read after the end, or switched off: nothing to look up.
         if seen.state != FlagState.HINTED or self.closing or self.parts.mode == "off":
-            self.planner.fetch_nothing(request)
+            self.planner.holdings.show_nothing(request)
         else:
             self.look_up(request, now)
         if hint.local_blocks and not self.closing:

@@ -97,7 +97,7 @@ class EpochCalls(EngineCalls):
                 if parts.promotions.on:
                     slots = parts.promotions.published(request, change.start, slots)
                 if not parts.channel.publish(change, slots):
-                    parts.planner.refused(request)
+                    request.final = True  # the engine claimed or dropped it before, and nothing more is fetched
         holdings.room = RUNS
 
     def _broken(self, request: Request) -> None:
@@ -174,7 +174,7 @@ class EpochCalls(EngineCalls):
     def answer(self, answers: Sequence[LookedUp | Lost | GoneBlocks], now_ns: int) -> None:
         """Take what look-ups found out."""
         parts, store, sizes = self.parts, self._services.store, self._services.pools.sizes
-        counts = parts.counters.counts
+        counts, holdings = parts.counters.counts, parts.planner.holdings
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
             if isinstance(answer, GoneBlocks):
@@ -186,7 +186,7 @@ class EpochCalls(EngineCalls):
                 continue
             choice = parts.planner.choose(request) if parts.mode == "on" else request.prompt.choose()
             if parts.mode != "on":
-                parts.planner.fetch_nothing(request)
+                holdings.show_nothing(request)
             if request.announced is not None:
                 parts.ahead.looked_up(request, choice.blocks, unavailable=answer.unavailable)
                 continue

@@ -108,11 +108,6 @@ class LookUps:
         """Whether a request waits for a question; not one whose question is out."""
         return bool(self._waiting) and self.flight is None
 
-    @property
-    def queued(self) -> int:
-        """Entries of the queue: outdated ones of requests that were asked for count too."""
-        return len(self.queue)
-
     def add(self, request: Request, now_ns: int, *, answering: bool, again: bool = False) -> LookedUp | None:
         """Take a new request, or one that lost chosen blocks; return its answer if that needs no question."""
         asking = Asking(request, request.prompt.next(min(FIRST_DIGESTS, self._most)), now_ns, again)

@@ -92,10 +92,6 @@ class Planner:
             self._queues.enter(request)
         return choice
 
-    def fetch_nothing(self, request: Request) -> None:
-        """Show a request no more than its local blocks."""
-        self.holdings.show_nothing(request)
-
     def absent(self, request: Request, block: int) -> None:
         """The store has this block of the request no more. It keeps those that are staged, or on their way."""
         if not request.final and request.issued <= block < request.limit:
@@ -221,12 +217,6 @@ class Planner:
         while (request := self._queues.head(lane)) is not None:
             self.holdings.stop(request, Failure("overdue"))
         self._queues.changed()
-
-    # --- publications -----------------------------------------------------------------------------------------------
-
-    def refused(self, request: Request) -> None:
-        """The engine claimed or dropped the flag before a publication, so fetch nothing more for the request."""
-        request.final = True
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def test_asking_again_and_again_for_a_request_is_heard_once(engine: Engine) -> N
         engine.hint([bytes([flag]) * 32], key=(flag, 1))
     for _ in range(100):
         engine.ask((1, 1))
-    assert epoch.parts.look_ups.queued == 2
+    assert len(epoch.parts.look_ups.queue) == 2
 
 
 def test_a_flag_given_up_before_its_record_came_is_remembered_no_longer_than_its_request(engine: Engine) -> None:
@@ -185,7 +185,7 @@ def test_a_flag_that_does_not_stand_still_ends_the_epoch_and_raises_nothing(rese
     if reset:
         epoch.reset(later_weights())
     else:
-        epoch.planner.fetch_nothing(request)
+        epoch.planner.holdings.show_nothing(request)
         epoch.switch("on")
     assert epoch.corrupt is not None
     assert "does not stand still" in epoch.corrupt

@@ -90,7 +90,7 @@ class Planner(module.Planner):
         while self.holdings.changes:
             change = self.holdings.changes.popleft()
             if isinstance(change, Publication) and not self.flags.publish(change):
-                self.refused(change.request)
+                change.request.final = True
             elif isinstance(change, Broken) and self.stored:
                 self.ask_store(change.request)
         self.holdings.room = holdings.RUNS
