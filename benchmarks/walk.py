@@ -39,11 +39,11 @@ if __name__ == "__main__" or TYPE_CHECKING:  # the daemon does without
 
 # Calls, files and moves: an eighth above what is reached, as a loaded machine has a few more turns of the loop.
 CEILINGS = {
-    "load": (529, 71, 349),
-    "load now": (629, 72, 416),
-    "save": (387, 58, 236),
-    "announced": (486, 53, 323),
-    "tick": (116, 48, 89),
+    "load": (506, 71, 325),
+    "load now": (610, 72, 395),
+    "save": (371, 55, 220),
+    "announced": (443, 53, 290),
+    "tick": (108, 47, 83),
 }
 PER_BLOCK = 1
 BLOCK, BLOCKS, LONG = 32, 10, 50

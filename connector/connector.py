@@ -272,17 +272,15 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVPrefetchStats | None:
         """Counts since the last report. vLLM asks the scheduler side once per step, when the step has ended."""
-        side = self.scheduler_side
+        side = self.scheduler_side or self.worker_side
         try:
-            if side is None:
-                worker = self.worker_side
-                if worker is not None and worker.counted:
-                    worker.counted = False
-                    return worker.counters.take()
-            elif side.steps.skip:
+            if isinstance(side, WorkerSide):
+                counted, side.counted = side.counted, False
+                return side.counters.take() if counted else None
+            if side is not None and side.steps.skip:
                 side.steps.skip -= 1
                 side.steps.ended_ns = time.monotonic_ns()
-            elif side.step_ended():
+            elif side is not None and side.step_ended():
                 return side.counters.take()
         except Exception:
             log.exception(FAILED, "get_kv_connector_stats")

@@ -43,8 +43,8 @@ def numbers(epoch: Epoch, now_ns: int) -> dict[str, int | str]:
         "age_s": (now_ns - epoch.since_ns) // 1_000_000_000,
         "epoch": epoch.number,
         "block_bytes": epoch.memory.block_bytes,
-        "transfer_ms": int(epoch.counters["transfer_seconds"] * 1e3),
-        "hidden_ms": int(epoch.counters["hidden_seconds"] * 1e3),
+        "transfer_ms": int(epoch.counters.counts["transfer_seconds"] * 1e3),
+        "hidden_ms": int(epoch.counters.counts["hidden_seconds"] * 1e3),
         **epoch.numbers(),
     }
 

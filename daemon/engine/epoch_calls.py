@@ -18,6 +18,7 @@ from ..planning.holdings import RUNS
 from ..planning.requests import Broken, Request, TakenBack
 from ..planning.runs import Lane
 from ..telemetry.metrics import ANNOUNCED_RESULTS
+from ..telemetry.trace import Missing
 from ..work.calls import Call, CallKind, EngineCalls
 from . import transfers
 from .epoch_parts import EpochParts
@@ -195,8 +196,8 @@ class EpochCalls(EngineCalls):
                 continue
             if request.issued:
                 self._used_staged(request, now_ns)
-            missing = None
-            if not answer.unavailable:
+            missing = None if answer.unavailable else Missing()
+            if missing is not None and choice.missing:
                 missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
                 if missing.why == LOST:
                     counts["lost_values"] += 1

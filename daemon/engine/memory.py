@@ -90,9 +90,9 @@ class EngineMemory:
     @property
     def worn_out(self) -> bool:
         """Whether half of the slots for fetches, or half of those for saves, are quarantined."""
-        gone = list(self.staging.quarantined)  # in one step: threads add to it
-        saves = sum(slot >= self.save_slots_from for slot in gone)
-        return 2 * (len(gone) - saves) >= self.save_slots_from or 2 * saves >= self.save_slots > 0
+        gone, first = list(self.staging.quarantined), self.layout.slot_count - self.save_slots  # threads add to it
+        saves = sum(slot >= first for slot in gone)
+        return 2 * (len(gone) - saves) >= first or 2 * saves >= self.save_slots > 0
 
     @classmethod
     def create(

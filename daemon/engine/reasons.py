@@ -96,12 +96,10 @@ class Reasons:
         return Work(lane, *meter.total(now_ns), starved_ns, meter.known.get("hour"))
 
     def missing(self, name: bytes, aside: Collection[str], *, keeps: bool = False) -> Missing:
-        """Say why the store lacks this block, while it sets the storage nodes `aside`; nothing for none.
+        """Say why the store lacks this block, while it sets the storage nodes `aside`.
 
         `keeps`: the store neither evicted a value, nor was told to remove one.
         """
-        if not name:
-            return Missing()
         if name in self.stored:
             return Missing("storage_node", owners=_names(aside)) if aside else Missing(LOST if keeps else "evicted")
         if namespace := self._histories.holder(name, self._uid, self.stored):

@@ -11,9 +11,10 @@ import select
 import time
 from collections.abc import Sequence
 
+from ...shmring.ring import Consumer
 from ..control.epochs import Shared
 from ..control.server import Control
-from ..engine.epoch import Epoch
+from ..planning.planner import Planner
 from ..planning.runs import Lane
 from ..telemetry.events import Ending
 from .signals import Signals
@@ -67,7 +68,10 @@ class Loop:
             if owing:  # an engine on the same core first takes what was published for it
                 select.select([self._epoll], [], [], LOOK_NS.start / 1e9)
             else:
-                self._look(busy, until_ns)
+                waits = any(epoch.planner.requests for epoch in busy)
+                quiet_ns = until_ns if waits else max(epoch.heard_ns for epoch in busy) + QUIET_NS
+                rings, planners = [epoch.channel.ring for epoch in busy], [epoch.planner for epoch in busy]
+                self._look(rings, planners, min(until_ns, quiet_ns))
         wait_s = max(0, until_ns - time.monotonic_ns()) / 1e9
         events = self._epoll.poll(0.0 if busy or owing or not all(empty) else wait_s, EVENTS_PER_TURN)
         for ring in quiet:
@@ -84,16 +88,14 @@ class Loop:
             self._active_ns = now_ns
         self.tick_ns = IDLE_TICK_NS if now_ns - self._active_ns > IDLE_AFTER_NS else TICK_NS
 
-    def _look(self, epochs: Sequence[Epoch], until_ns: int) -> None:
-        """Look at their rings now and then, until one has a record, a descriptor is readable, or the time is over."""
-        rings, queue = [epoch.channel.ring for epoch in epochs], QUEUE.stop
-        for planner in [epoch.planner for epoch in epochs]:
+    def _look(self, rings: Sequence[Consumer], planners: Sequence[Planner], until_ns: int) -> None:
+        """Look at these rings now and then, until one has a record, a descriptor is readable, or the time is over."""
+        queue = QUEUE.stop
+        for planner in planners:
             # The next record may bring room for a request that wants it.
             wants_room = any(planner.starving) and not any(planner.ready)
             queue = min(queue, 0 if wants_room else len(planner.requests))
         rarer = max(queue, QUEUE.start) / QUEUE.start
-        if not any(epoch.planner.requests for epoch in epochs):
-            until_ns = min(until_ns, max(epoch.heard_ns for epoch in epochs) + QUIET_NS)
         used_ns, readable = time.thread_time_ns(), False
         while not readable and not any(ring.waiting for ring in rings) and time.monotonic_ns() < until_ns:
             wait_ns = rarer * min(max(LOOK_NS.start, self._look_ns / LOOKS_SHARE), LOOK_NS.stop)

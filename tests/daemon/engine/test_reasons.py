@@ -17,7 +17,6 @@ def test_a_block_that_was_stored_is_nowhere_because_it_was_evicted_or_its_node_i
     assert reasons.missing(block("b"), ()) == Missing("evicted")
     assert reasons.missing(block("b"), (), keeps=True) == Missing("lost"), "the store evicted nothing"
     assert reasons.missing(block("b"), ("n:2", "n:1"), keeps=True) == Missing("storage_node", owners="n:1 n:2")
-    assert reasons.missing(b"", ()) == Missing(), "none is"
     assert reasons.missing(block("c"), ("n:1",)) == Missing("never_stored")
     reasons.moved(["model@g:1@"])
     assert reasons.missing(block("a"), ()) == Missing("other_namespace", "model@"), "the weights changed"
