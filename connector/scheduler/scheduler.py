@@ -49,7 +49,7 @@ from ..words.config import ConnectorConfig
 from ..words.guards import detaching
 from ..words.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta
 from ..words.request_hints import NO_HINTS
-from .attached import Attached
+from .attachment import Attachment
 from .early import EarlyHints
 from .firsts import Firsts
 from .uses import Uses
@@ -57,7 +57,7 @@ from .uses import Uses
 MEASURED_STEPS = 8  # of the steps with nothing to do one in so many is measured
 
 
-class SchedulerSide(Attached):
+class SchedulerSide(Attachment):
     """One engine's scheduler. With `publish`, `take_events` gives KV events."""
 
     def __init__(

@@ -24,7 +24,7 @@ from ..words.metadata import KVPrefetchMetadata, RankWeights
 from ..words.stats import Tally
 
 
-class Attached:
+class Attachment:
     """One engine's requests, and the epoch that they use. `cache`: the engine's own prefix cache.
 
     `quiet`: the metadata of a step with nothing to do.
