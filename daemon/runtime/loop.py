@@ -105,17 +105,22 @@ class Loop:
             self._look_ns += _NEWEST * (used_ns - before_ns - self._look_ns)
 
     def _start_fetches(self) -> None:
-        """Start fetches of each lane, one engine after the other, while the lane has room; then those ahead."""
-        epochs = self._epochs.all
-        for lane in Lane:
-            idle = 0
-            while idle < len(epochs):
-                self._next += 1
-                epoch = epochs[self._next % len(epochs)]
-                idle = 0 if epoch.planner.ready[lane] and epoch.start_fetch(lane) else idle + 1
-            for epoch in epochs:
-                if epoch.planner.ready[lane]:
-                    epoch.start_fetch(lane, ahead=True)
+        """Start fetches of each lane, one engine after the other, while the lane has room; then those ahead.
+
+        A request may go from the second lane back to the first: nothing else would wake the loop for it.
+        """
+        epochs, before = self._epochs.all, list[list[bool]]()
+        while before != (ready := [epoch.planner.ready[:] for epoch in epochs]):
+            before = ready
+            for lane in Lane:
+                idle = 0
+                while idle < len(epochs):
+                    self._next += 1
+                    epoch = epochs[self._next % len(epochs)]
+                    idle = 0 if epoch.planner.ready[lane] and epoch.start_fetch(lane) else idle + 1
+                for epoch in epochs:
+                    if epoch.planner.ready[lane]:
+                        epoch.start_fetch(lane, ahead=True)
 
     def _start_saves(self, now_ns: int) -> None:
         """Start the next put, or removal, of the engines in turn, where loads leave the link to it."""

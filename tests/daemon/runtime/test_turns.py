@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import product
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvprefetch.daemon.engine.epoch_calls import REPLIES
-from kvprefetch.daemon.engine.transfers import SaveResult
+from kvprefetch.daemon.engine.transfers import Found, SaveResult
+from kvprefetch.daemon.planning.requests import Key
+from kvprefetch.daemon.planning.runs import Lane
 from kvprefetch.daemon.runtime import loop
 from kvprefetch.daemon.runtime.loop import TICK_NS, Loop
-from kvprefetch.daemon.work.calls import CallKind
+from kvprefetch.daemon.store.errors import ErrorClass
+from kvprefetch.daemon.work.calls import FETCHES, CallKind
 from kvprefetch.shmring.wire.records import FlagState, RecordKind, Saved, encode_saved
 from tests.daemon.engine.announcing import announced, joined
-from tests.daemon.engine.epochs import Engine, Pools, block, make_epoch
+from tests.daemon.engine.epochs import Engine, Pools, block, digest, make_epoch
 
 
 class LoopPools(Pools):
@@ -60,6 +66,25 @@ class Turns:
         puts[0].finish(SaveResult(1, 0, 0, []))
         return next(at for at, each in enumerate(self.engines) if each.epoch is puts[0].engine)
 
+    def settle(self) -> None:
+        """Turns, in which parts are asked that say that they have work, until nothing more is started."""
+        started = -1
+        while started < len(self.pools.calls) or any(each.epoch.owes for each in self.engines):
+            started = len(self.pools.calls)
+            self.loop.turn(now_ns := time.monotonic_ns(), now_ns + TICK_NS)
+
+    def poll(self) -> list[str]:
+        """Ask every part, whatever it says; return the kinds of the calls that this starts."""
+        before = len(self.pools.calls)
+        for epoch in (each.epoch for each in self.engines):
+            epoch.planner.tick()
+            for lane, ahead in product(Lane, (False, True)):
+                epoch.start_fetch(lane, ahead=ahead)
+            epoch.start_save()
+            epoch.carry_on()
+            assert not epoch.owes
+        return [call.kind.value for call in self.pools.calls[before:]]
+
     def close(self) -> None:
         for engine in self.engines:
             engine.leave()
@@ -81,6 +106,47 @@ def test_the_puts_of_engines_take_turns(turns: Turns) -> None:
     turns.save(1)
     turns.save(2)
     assert [turns.turn() for _ in range(12)] == [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, None]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_has_work_says_so(turns: Turns, seed: int) -> None:
+    """After any history of several engines a poll of all their parts finds nothing that the turns have left."""
+    chance, live, used, kinds = Random(seed), dict[tuple[int, Key], int](), Counter[tuple[int, int]](), set[str]()
+    for _ in range(120):
+        number, what = chance.randrange(3), chance.random()
+        engine = turns.engines[number]
+        if what < 0.4 and (flag := chance.randrange(4)) not in [key[0] for at, key in live if at == number]:
+            used[number, flag] += 1
+            key, start = (flag, used[number, flag]), chance.randrange(20)
+            engine.hint([digest(f"{number}-{at}") for at in range(start, start + chance.randint(1, 8))], key=key)
+            live[number, key] = start
+        elif what < 0.5 and live:
+            at, key = chance.choice(sorted(live))
+            turns.engines[at].ask(key, stop=chance.random() < 0.3)
+        elif what < 0.65 and live:
+            at, key = chance.choice(sorted(live))
+            turns.engines[at].cancel(key)
+            del live[at, key]
+        elif what < 0.7:
+            names = chance.choice(["abcd", "efgh", "ijkl"])
+            engine.epoch.announce(announced(1, names), joined(names), lambda _: None)
+        elif turns.pools.calls and what < 0.95:
+            call = turns.pools.calls.pop(chance.randrange(len(turns.pools.calls)))
+            kinds.add(call.kind.value)
+            of = cast(Any, call.on_result).args[0]
+            if call.kind is CallKind.LOOK_UP:
+                disks = (bytes(chance.choices([0, 1], [3, 1], k=len(digests))) for digests in of.digests)
+                call.finish([Found(b"\1" * len(disk), disk) for disk in disks])
+            elif call.kind is CallKind.SAVE:
+                call.finish(SaveResult(1, 0, 0, []))
+            else:
+                call.finish(chance.choices([ErrorClass.OK, ErrorClass.MISS], [9, 1], k=len(of.slots)))
+        elif engine.credits.available() == 4:
+            engine.credits.take(4)
+            turns.save(number)
+        turns.settle()
+        assert turns.poll() == []
+    assert kinds == {CallKind.LOOK_UP.value, CallKind.SAVE.value, *(each.value for each in FETCHES)}
 
 
 def test_a_loop_with_nothing_to_do_for_a_while_wakes_up_less_often(turns: Turns) -> None:
