@@ -341,6 +341,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             replica_index=keys.replica_index,
             written=written,
             device=device,
+            fingerprint={"unknown": where.unknown} if where.unknown else where.fingerprint,
         )
         hello = hellos.of_worker(config, self._start, self._geometry, self._tp_rank, info)
         namespace.log_sharing(where, first_rank=hello.rank == 0)

@@ -8,6 +8,7 @@ nothing.  It imports neither vLLM nor torch, so it knows of the model what its c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvprefetch import __version__
 
-from ..shmring.wire.admin import Status, StatusQuery
+from ..shmring.wire.admin import Report, Status, StatusQuery, WhyQuery
 from ..shmring.wire.attach import Refused
 from ..shmring.wire.checks import nearest, shown
 from ..shmring.wire.codec import receive_message, send_message
@@ -164,6 +165,10 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
             what = f"the daemon does not answer: {where}: {getattr(error, 'strerror', None) or error}"
             yield "bad", what, "`kvprefetchd status` shows why"
             return
+        said: object = None
+        with contextlib.suppress(OSError, ProtocolError):  # of a store that does not answer in time, too
+            send_message(sock, WhyQuery(engine=(arguments.model or "").rstrip("/").split("/")[-1]))
+            said = (receive_message(sock, max_fds=0) or [None])[0]
     answer = received[0] if received is not None else None
     if isinstance(answer, Status):
         if answer.protocol not in (0, PROTOCOL):
@@ -178,6 +183,8 @@ def daemon(arguments: argparse.Namespace) -> Iterator[Finding]:
             "",
         )
         yield from _refused(answer.refused, str(ours.get("engine_id", "")))
+        for each in said.text.splitlines() if isinstance(said, Report) and said.ok else ():
+            yield "note", each, "docs/reference/identity.md has the fields"
     else:
         yield "bad", answer.error if isinstance(answer, Refused) else f"another program listens there: {where}", advice
 

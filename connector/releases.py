@@ -102,10 +102,9 @@ USED: Mapping[str, str] = {
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "get_draft_model() get_model() lora_manager reload_weights()",
     "vllm.v1.worker.gpu_worker.Worker": "reload_weights() update_weights(info)",
     "vllm.v1.worker.worker_base.WorkerBase": "model_runner",
-    "vllm.v1.request.Request": "all_token_ids block_hashes kv_hints kv_transfer_params lora_request num_computed_tokens"
-    " num_preemptions num_prompt_tokens num_tokens priority prompt_embeds prompt_is_token_ids request_id"
-    " resumable session_id skip_reading_prefix_cache"
-    " status trace_headers use_structured_output",
+    "vllm.v1.request.Request": "all_token_ids block_hashes cache_salt kv_hints kv_transfer_params lora_request"
+    " num_computed_tokens num_preemptions num_prompt_tokens num_tokens priority prompt_embeds prompt_is_token_ids"
+    " request_id resumable session_id skip_reading_prefix_cache status trace_headers use_structured_output",
 }
 
 

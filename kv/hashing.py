@@ -10,6 +10,7 @@ Other hashes would name nothing in the store.  So an engine sends a probe, its o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pickle
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 START = "vllm-none-hash"  # what an engine's first block follows, where nothing else is set
+RANDOM = "random in each process"
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 # The probe is the hash of the last block of these tokens with this salt.
 PROBE_TOKENS, PROBE_BLOCK_TOKENS, PROBE_SALT = (1, 2, 300, 4, 70_000, 6), 3, "salt"
@@ -57,6 +59,14 @@ class BlockHasher:
         """
         usable = token_ids[: max(0, len(token_ids) - 1)]
         return b"".join(_chain(self._hash, self._start, usable, self._block_tokens, cache_salt))
+
+
+def seed_of(algorithm: str, start: bytes) -> str:
+    """Return PYTHONHASHSEED as one may show and compare it, from an engine's start; nothing where it is not set."""
+    with contextlib.suppress(CannotHash):
+        if start == _function(algorithm)(START):
+            return ""
+    return f"set: {hashlib.sha256(start).hexdigest()[:8]}" if start else RANDOM
 
 
 def block_digests(tokens: Sequence[int], block_tokens: int) -> Iterator[bytes]:

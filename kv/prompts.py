@@ -27,14 +27,14 @@ class Choice(NamedTuple):
     """The longest prefix there is: the first `entries` of `names`, which are joined, in the slot table's order.
 
     `blocks`: those of the flag, in the unit of all groups.  `on_disk`: a byte for each, 1 for a block on disk alone.
-    `missing`: a block that the next longer prefix lacks; empty where none is known.
+    `missing`: a block that the next longer prefix lacks, and the next one of its group; empty where none is known.
     """
 
     names: bytes | bytearray
     entries: int
     blocks: int
     on_disk: bytes
-    missing: bytes
+    missing: Sequence[bytes]
 
 
 class _Question(NamedTuple):
@@ -262,15 +262,15 @@ class Prompt:
         unit = self._groups.unit_tokens
         return self._groups.spans(self._local, self._chosen, blocks.start * unit, blocks.stop * unit)
 
-    def _missing(self) -> bytes:
-        """Return the name of a block that the prefix one unit longer lacks; empty if none is known."""
+    def _missing(self) -> list[bytes]:
+        """Return the names of a block that the prefix one unit longer lacks, and of the next one, if one is known."""
         if not any(ABSENT in known for known in self._known):
-            return b""
+            return []
         for number, items in enumerate(self._items(self._chosen + self._groups.unit_tokens)):
             absent = self._known[number].find(ABSENT, items.start, items.stop)
             if absent >= 0:
-                return self._names(number, range(absent, absent + 1))[0]
-        return b""
+                return self._names(number, range(absent, min(absent + 2, len(self._known[number]))))
+        return []
 
     def _items(self, tokens: int) -> list[range]:
         """Return, for each group, the blocks that a prefix of so many tokens needs."""

@@ -183,7 +183,7 @@ static uint8_t *put(uint8_t *at, uint64_t value, size_t bytes)
 }
 
 enum { KIND, VERSION, EARLY, STATE, ITEMS, COUNT, BLOCKS, LOCAL_BLOCKS, PROMPT_TOKENS, ARRIVAL_NS, NUMBERS };
-static const uint64_t number_max[NUMBERS] = {PADDING - 1, 255, 1, STATES, 1u << 30, 1u << 30, UINT32_MAX, UINT32_MAX,
+static const uint64_t number_max[NUMBERS] = {PADDING - 1, 255, 7, STATES, 1u << 30, 1u << 30, UINT32_MAX, UINT32_MAX,
                                              UINT32_MAX, UINT64_MAX};
 
 static PyObject *Pusher_hint(Pusher *self, PyObject *const *args, Py_ssize_t nargs)

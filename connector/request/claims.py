@@ -129,7 +129,7 @@ class Claims:
         handle: Handle | None = epoch.producer.hint(
             HINT,
             PROTOCOL,
-            early,
+            early + 2 * (request.cache_salt is not None) + 4 * (request.lora_request is not None),
             HINTED,
             (usable - local_blocks) * self._names,
             (usable * self._geometry.block_tokens + self.proof_tokens) // self.hash_tokens,

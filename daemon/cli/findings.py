@@ -151,9 +151,6 @@ def control_socket(config: DaemonConfig) -> Iterator[Finding]:
         yield ok(f"{what} open")
     else:
         yield bad(f"{what} away", "its log says why: store.degraded, store.failed")
-    if lost := sum(int(engine.get("lost_values", 0)) for engine in answer.engines):
-        advice = "look at the disk and the log of the store's master; request.done has these requests, nowhere: lost"
-        yield bad(f"the store lost values that were stored: requests that missed them: {lost}", advice)
 
 
 def way_in(found: os.stat_result, uid: int) -> str:

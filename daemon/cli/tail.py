@@ -19,15 +19,16 @@ from typing import Any
 
 import click
 
-from kvprefetch.client.control import Unavailable, find_socket, look
+from kvprefetch.client.control import Unavailable, ask, find_socket, look
 from kvprefetch.client.explain import explain
 
+from ...shmring.wire.admin import Report, WhyQuery
 from ...shmring.wire.checks import nearest
 from ..config.model import ConfigError
 from ..telemetry import pretty, reader
 from ..telemetry.events import EVENTS, LEVELS
 from ..telemetry.reader import Record
-from .common import NO_COLOR, Arguments, Real, declare, flag, option, show
+from .common import NO_COLOR, Arguments, Real, declare, flag, option, show, socket_option
 from .help_page import CommandGroup, HelpPage
 
 UNIT = "kvprefetchd.service"
@@ -56,8 +57,8 @@ TAIL = HelpPage(
 )
 EXPLAIN = HelpPage(
     "draw one request's timeline from the log, and say where its time went",
-    details="The log has one request.done line for each hinted request, written at its end. A request that was hinted "
-    "twice is shown twice. vLLM adds to the id that its client knows: a part of it is enough.",
+    details="The log has a line for each hint of a request, written at its end. vLLM adds to the id that its client "
+    "has: a part is enough. It asks the daemon why the store lacked blocks, for the last 1,024 such requests.",
     examples=(
         ("kvprefetchd explain cmpl-7 kvprefetchd.log", "from a file"),
         ("kvprefetchd explain cmpl-7 --journal", "from the service's journal"),
@@ -134,6 +135,7 @@ def add(commands: CommandGroup) -> None:
         EXPLAIN,
         request,
         *source,
+        socket_option(),
         flag("--json", "its line, spans and sentences as JSON"),
     )
 
@@ -265,12 +267,24 @@ def wanted(record: Record, arguments: Arguments) -> bool:
     )
 
 
+def why(record: Record, socket: Path) -> list[str]:
+    """Say why the store lacks blocks of a request, as far as its line and the daemon know."""
+    if pretty.count(record, "found_blocks") >= pretty.count(record, "hint_blocks"):
+        return []
+    said = [f"Only requests with the same {record['named_by']} have its hashes."] if record.get("named_by") else []
+    with contextlib.suppress(Unavailable, ValueError):
+        query = WhyQuery(engine=str(record.get("engine")), request=str(record.get("request_id")))
+        said += ask(socket, query, Report).text.splitlines()
+    return said
+
+
 def run_explain(arguments: Arguments) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         found = explain(arguments.request, filter(None, lines(arguments)), where=log_source_name(arguments))
         if arguments.json:
             lives = [life._asdict() | {"spans": [span._asdict() for span in life.spans]} for life in found]
-            show({"requests": lives})
+            show({"requests": [life | {"why": why(life["record"], arguments.socket)} for life in lives]})
         else:
-            print("".join(f"{life.text}\n\n" for life in found), end="")
+            for life in found:
+                print(life.text, *map(pretty.printable, why(life.record, arguments.socket)), "", sep="\n")
     return 0

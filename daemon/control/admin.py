@@ -21,14 +21,17 @@ from ...shmring.wire.admin import (
     SetMode,
     StatQuery,
     StatusQuery,
+    WhyQuery,
 )
 from ...shmring.wire.codec import Message
 from ...shmring.wire.records import ProtocolError
+from ..engine import index
 from ..engine.epoch import Epoch
 from ..work.calls import Call, CallKind
 from . import report
 from .epochs import Epochs, Shared
 
+_UNKNOWN = ": its engine left or shares by its name alone, or many requests came since, or another question is open."
 MAX_NAMED, MAX_SHOWN = 16, 128  # engines in an answer, and characters of a model's name
 Query = StatusQuery | StatQuery
 Command = SetMode | Reload | Remove
@@ -40,8 +43,7 @@ class Admin:
 
     def __init__(self, shared: Shared, epochs: Epochs) -> None:
         self._shared, self._epochs = shared, epochs
-        # Users with a running removal. Each may have one, since saves of all users wait behind it.
-        self._removing: set[int | None] = set()
+        self._busy: set[int | None] = set()  # users with a removal, or a question to the store: others wait behind it
         self._reloading: list[Reply] = []
 
     def answer(self, query: Query, uid: int | None, now_ns: int) -> Message:
@@ -95,6 +97,27 @@ class Admin:
         text = f"this engine is not attached any more: engine={order.engine!r} epoch={order.epoch}"
         reply(AnnounceStep(number=order.number, outcome="rejected", reason=text))
 
+    def why(self, query: WhyQuery, uid: int | None, asker: int, reply: Reply) -> None:
+        """Say later what keeps engines of one user from KV that others of that stored. `asker`: the id of who asks."""
+        fits = [e for e in self._epochs.attached(uid) if query.engine in (e.engine.engine_id, *e.engine.models)]
+        whose = fits[0].engine.owner if fits else owner(asker, shared=self._shared.config.namespaces == "shared")
+        ours = [index.entry_of(each.engine, each.parts.ranks.prefixes[0][0]) for each in fits]
+        seen = reversed(fits[0].parts.lacked) if fits else ()
+        lacked = next((each for each in seen if each[0] == query.request), None)
+        if uid in self._busy or (query.request and (lacked is None or ours[0] is None)):
+            reply(Report(ok=False, text=f"Why the store lacks blocks of it is not known{_UNKNOWN}"))
+            return
+
+        def answered(said: list[str] | BaseException) -> None:
+            self._busy.discard(uid)
+            text = "\n".join(said) if isinstance(said, list) else f"The store does not say why: {said}."
+            reply(Report(ok=isinstance(said, list), text=text))
+
+        self._busy.add(uid)
+        mine = [each for each in ours if each is not None and each.prefix.startswith(whose)]
+        run = partial(index.explain, self._shared.store, whose, mine, query.engine, lacked)
+        self._shared.pools.start(Call(CallKind.LOOK_UP, run, answered))
+
     def _remove(self, command: Remove, uid: int | None, reply: Reply) -> None:
         """Remove the values of these keys; a user other than an operator may name those of its own engines."""
         error = ""
@@ -103,20 +126,20 @@ class Admin:
             error = f'with namespaces = "shared" only root and the daemon\'s user may remove values: uid={uid}'
         elif other := next((key for key in command.keys if not key.startswith(mine)), ""):
             error = f"only root and the daemon's user may remove another user's values: uid={uid} key={other!r}"
-        elif uid in self._removing:
-            error = f"another removal of this user is running: uid={uid}"
+        elif uid in self._busy:
+            error = f"another removal or question of this user is running: uid={uid}"
         if error:
             reply(Report(ok=False, text=error))
             return
 
         def removed(result: tuple[int, int] | BaseException) -> None:
-            self._removing.discard(uid)
+            self._busy.discard(uid)
             if isinstance(result, BaseException):
                 reply(Report(ok=False, text=f"the store removed nothing: {result}"))
             else:
                 reply(Removed(removed=result[0], failed=result[1]))
 
-        self._removing.add(uid)
+        self._busy.add(uid)
         self._shared.pools.start(Call(CallKind.SAVE, partial(self._shared.store.remove, command.keys), removed))
 
 

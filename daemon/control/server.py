@@ -21,6 +21,7 @@ from ...shmring.wire.admin import (
     SetMode,
     StatQuery,
     StatusQuery,
+    WhyQuery,
 )
 from ...shmring.wire.attach import Hello, Mapped, Reset
 from ...shmring.wire.codec import FromEngine, Message, receive_message, send_message
@@ -175,6 +176,8 @@ class Control:
             self._announce(peer, message, fds, uid)
         elif isinstance(message, StatusQuery | StatQuery):
             send_message(peer.sock, self._admin.answer(message, uid, now_ns))
+        elif isinstance(message, WhyQuery):
+            self._admin.why(message, uid, peer.credentials.uid, peer.send)
         elif isinstance(message, SetMode | Reload | Remove):
             self._admin.command(message, uid, peer.send)
         else:

@@ -327,8 +327,9 @@ class Epoch(EpochCalls):
         parts = self.parts
         parts.ranks = parts.ranks_of(reset.weights)
         parts.bad_values.clear(self._services.clock_ns())
-        parts.reasons.moved(parts.ranks.namespaces)
-        lost = self.saver.reset(reset.reset_generation, parts.reasons.stored)
+        parts.index_due_ns = 0
+        parts.lacked.clear()
+        lost = self.saver.reset(reset.reset_generation)
         parts.ahead.reset()
         parts.sessions.clear()
         parts.look_ups.leases.clear()

@@ -18,13 +18,11 @@ from ..planning.holdings import RUNS
 from ..planning.requests import Broken, Request, TakenBack
 from ..planning.runs import Lane
 from ..telemetry.metrics import ANNOUNCED_RESULTS
-from ..telemetry.trace import Missing
 from ..work.calls import Call, CallKind, EngineCalls
-from . import transfers
+from . import index, transfers
 from .epoch_parts import EpochParts
 from .lookups import Batch, GoneBlocks, LookedUp, Lost
 from .promoter import DeviceJob
-from .reasons import LOST
 from .saver import Put
 from .sessions import Chain, Due
 
@@ -174,7 +172,7 @@ class EpochCalls(EngineCalls):
 
     def answer(self, answers: Sequence[LookedUp | Lost | GoneBlocks], now_ns: int) -> None:
         """Take what look-ups found out."""
-        parts, store, sizes = self.parts, self._services.store, self._services.pools.sizes
+        parts, sizes = self.parts, self._services.pools.sizes
         counts, holdings = parts.counters.counts, parts.planner.holdings
         parts.planner.block_ns = [each.ns_per_byte * parts.memory.block_bytes for each in sizes]
         for answer in answers:
@@ -196,14 +194,11 @@ class EpochCalls(EngineCalls):
                 continue
             if request.issued:
                 self._used_staged(request, now_ns)
-            missing = None if answer.unavailable else Missing()
-            if missing is not None and choice.missing:
-                missing = parts.reasons.missing(choice.missing, store.aside, keeps=store.keeps)
-                if missing.why == LOST:
-                    counts["lost_values"] += 1
             disk = sum(choice.on_disk[request.issued :])
             trace, local = request.trace, request.prompt.local_blocks
-            trace.looked_up_ns, trace.found_blocks, trace.missing = now_ns, choice.blocks, missing
+            trace.looked_up_ns, trace.found_blocks, trace.unavailable = now_ns, choice.blocks, answer.unavailable
+            if choice.missing and not answer.unavailable:
+                parts.lacked.append((trace.hint.request_id, choice.blocks, choice.missing))
             trace.before = parts.reasons.work(Lane(2 * disk > choice.entries - request.issued), now_ns)
             trace.staged_blocks = local + (request.prompt.in_blocks(request.ready) if request.ready else 0)
             staged, disk = (request.prompt.in_blocks(each) if each else 0 for each in (request.issued, disk))
@@ -335,6 +330,11 @@ class EpochCalls(EngineCalls):
         if result.quarantined:
             parts.log.warning("slots.quarantined", call="save", blocks=result.quarantined)
         parts.look_ups.leases.put([name for name, _ in put.blocks])
+        if result.stored + result.present and now >= parts.index_due_ns:
+            parts.index_due_ns = now + index.RENEW_NS
+            if (entry := index.entry_of(parts.engine, parts.ranks.prefixes[0][0])) is not None:
+                run = partial(entry.write, self._services.store, parts.engine.owner)
+                pools.start(Call(CallKind.SAVE, run, lambda _: None))
         if result.again:  # a store that is full of leases finds room once some of them end
             self._services.full_until_ns = now + self._services.config.lease_ns
         self.count_puts(parts.saver.stored(put, result, now, saving=parts.mode == "on"))
@@ -344,7 +344,6 @@ class EpochCalls(EngineCalls):
         parts, counts = self.parts, self.parts.counters.counts
         for put in ended:
             counts["saved_blocks"] += put.stored
-            counts["saved_again_blocks"] += put.stored_before
             counts["present_blocks"] += put.present
             counts["failed_saves"] += put.failed
             if put.last:

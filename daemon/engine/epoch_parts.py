@@ -19,6 +19,7 @@ from ..store.disk import DISK_BUFFER_BYTES
 from ..telemetry.counters import Counters
 from ..telemetry.logs import Log
 from ..telemetry.metrics import Metrics
+from ..telemetry.trace import Lacked
 from ..work.pools import Pools
 from . import transfers
 from .ahead import Ahead
@@ -27,7 +28,7 @@ from .leases import Leases
 from .lookups import LookUps
 from .memory import EngineInfo, EngineMemory
 from .promoter import COPY_BYTES, Promoter
-from .reasons import Histories, Reasons
+from .reasons import Reasons
 from .saver import Saver
 from .sessions import Sessions
 
@@ -51,7 +52,6 @@ class Services:
     clock_ns: Callable[[], int]
 
     def __post_init__(self) -> None:
-        self.histories = Histories()
         self.full_until_ns = 0
 
 
@@ -66,6 +66,7 @@ class EpochParts:
         self.send: Callable[[Message], object] = lambda _: None
         self.ranks = self.ranks_of(engine.scheduler.weights)
         self.channel = Channel(memory.control, memory.layout, engine.groups)
+        self.lacked: deque[Lacked] = deque(maxlen=1024)  # not in the log, which has no names
         self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # (when, request.done), for `top`
         chunk_blocks = max(1, min(MAX_RUN, config.chunk // memory.block_bytes))
         part_bytes = sum(-(-size // 4096) * 4096 + 8192 for size in memory.staging.block_bytes)  # as a disk counts
@@ -83,9 +84,9 @@ class EpochParts:
         shards = max(map(len, self.ranks.shards))
         self.look_ups = LookUps(requests, self.bad_values, leases, timeout_ns=timeout_ns, shards=shards)
         save_slots = range(memory.save_slots_from, memory.layout.slot_count)
-        self.reasons = Reasons(services.pools.rates, services.histories, engine.uid, self.ranks.namespaces)
-        generation = engine.scheduler.reset_generation
-        self.saver = Saver(save_slots, memory.staging.quarantined, self.reasons.stored, generation)
+        self.reasons = Reasons(services.pools.rates)
+        self.index_due_ns = 0  # when the user's index next has this engine's namespace written (index.py)
+        self.saver = Saver(save_slots, memory.staging.quarantined, engine.scheduler.reset_generation)
         self.put_blocks = (max(1, chunk_blocks // PUTS_PER_CHUNK), max(1, len(save_slots) // SAVING_AT_ONCE))
         room = memory.save_slots_from // len(engine.groups)  # a block of the prompt is one of each group at most
         self.ahead = Ahead(engine.groups, room)

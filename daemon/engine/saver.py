@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from ...shmring.wire.attach import Stored
 from ...shmring.wire.records import ProtocolError, Saved
-from .reasons import StoredBefore
 from .transfers import SaveResult
 
 PAUSE_NS = (100_000_000, 2_000_000_000)
@@ -46,7 +45,6 @@ class Put:
     slots: list[int]
     blocks: list[tuple[bytes, int]] = field(default_factory=list)
     stored: int = 0
-    stored_before: int = 0
     present: int = 0
     failed: int = 0
     tries: int = 0
@@ -72,10 +70,10 @@ class Put:
 class Saver:
     """Owns the save `slots` of one engine. A slot that is in `quarantined` when it comes back is never granted again.
 
-    `before`: what was stored under its keys.  `generation`: of its weights (`Reset`).
+    `generation`: of its weights (`Reset`).
     """
 
-    def __init__(self, slots: range, quarantined: Set[int], before: StoredBefore, generation: int = 0) -> None:
+    def __init__(self, slots: range, quarantined: Set[int], generation: int = 0) -> None:
         self._slots, self._quarantined_now = slots, quarantined
         self.generation = generation
         self._granted: set[int] = set()
@@ -83,7 +81,6 @@ class Saver:
         self._quarantined = 0
         self.puts: deque[Put] = deque()
         self.given_up: deque[Put] = deque()  # nothing of them is stored: `ended` has more while there are some
-        self._before = before
         self._running: Put | None = None
         self.records = 0  # SAVED records that it took
         self._not_before_ns = 0
@@ -143,7 +140,6 @@ class Saver:
         put.tries += 1
         self._fruitless = 0 if result.stored or result.present or not result.again else self._fruitless + 1
         put.stored += result.stored
-        put.stored_before += 0 if older else self._before.count(result.digests)
         put.present += result.present
         put.failed += result.failed
         put.memory = [] if older else put.memory + result.memory
@@ -198,9 +194,9 @@ class Saver:
         self._quarantined += len(slots) - len(kept)
         self.returned += kept
 
-    def reset(self, generation: int, before: StoredBefore) -> list[Put]:
-        """Drop the saves of older weights; return their puts, but for the one that runs. `before`: as at the start."""
-        self.generation, self._before = max(self.generation, generation), before
+    def reset(self, generation: int) -> list[Put]:
+        """Drop the saves of older weights; return their puts, but for the one that runs."""
+        self.generation = max(self.generation, generation)
         self._give_up()
         return self.ended()
 

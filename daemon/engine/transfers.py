@@ -194,8 +194,8 @@ def _replicas(prefixes: Sequence[str] | Sequence[list[str]]) -> list[list[int]]:
 class SaveResult:
     """Count blocks stored now, present before and failed; `again` are those to try again: no space, or no store.
 
-    `memory` and `disk`: slots of the blocks that are in the store now, by medium, where `locate` asks.  `digests`: of
-    the blocks stored now.  `quarantined`: how many values Mooncake may still read.
+    `memory` and `disk`: slots of the blocks that are in the store now, by medium, where `locate` asks.  `quarantined`:
+    how many values Mooncake may still read.
     """
 
     stored: int
@@ -204,7 +204,6 @@ class SaveResult:
     again: list[tuple[bytes, int]]
     memory: list[int] = field(default_factory=list)
     disk: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
     quarantined: int = 0
 
 
@@ -307,24 +306,21 @@ def save(store: Store, layout: RankLayout, blocks: Sequence[tuple[bytes, int]], 
     except StoreUnavailable:
         return SaveResult(0, 0, 0, list(blocks))
     written = dict(zip(missing, outcome, strict=True))
-    stored: list[bytes] = []
     again: list[tuple[bytes, int]] = []
     kept: list[tuple[str, int]] = []
-    present = failed = 0
+    stored = present = failed = 0
     for block, keys in zip(blocks, layout.by_block([name for name, _ in blocks], values.keys), strict=True):
         results = {written.get(key) for key in keys}  # None: it was there already
         if results <= {None, ErrorClass.OK}:
             kept.append((keys[0], block[1]))
-            if results == {None}:
-                present += 1
-            else:
-                stored.append(block[0])
+            present += results == {None}
+            stored += results != {None}
         elif results <= {None, ErrorClass.OK, *_AGAIN}:
             again.append(block)
         else:
             failed += 1
     gone = outcome.count(ErrorClass.UNDER_WAY)
-    result = SaveResult(len(stored), present, failed, again, digests=stored, quarantined=gone)
+    result = SaveResult(stored, present, failed, again, quarantined=gone)
     if locate:
         media: Sequence[Medium | None] = [None] * len(kept)  # if the store cannot say: they were just put
         with contextlib.suppress(StoreUnavailable):

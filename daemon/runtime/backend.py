@@ -88,12 +88,10 @@ class Backend:
         self._probing = False
 
     def describe(self, snapshot: Snapshot) -> None:
-        """Enter the state of the store, which hears whether its master evicts; nothing here waits."""
+        """Enter the state of the store; nothing here waits."""
         if self.master is not None:
             snapshot.disk_fault = self.master.disk_fault()
             snapshot.fill = self.master.fill()
-            if self.store is not None:
-                self.store.evicts = snapshot.fill is None or snapshot.fill.evicts
 
     @property
     def untouched_bytes(self) -> int:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -68,20 +68,13 @@ class Store(Connection):
         # Removed because of their files on the disk, which Mooncake writes no second time before its next start.
         self._memory_only: set[str] = set()
         self._flushing = threading.Lock()  # around `_unflushed`
-        self._removed = False
         self._pages: list[mmap.mmap] = []  # that Mooncake did not let go of
-        self.evicts = True  # whether the master evicts; False only where it says so (fill.py)
 
     def adopt(self, joined: Joined) -> None:
         """Admit calls, to a client that has joined."""
         if joined.sleeping:
             self._sleeping = SleepingReads(joined.engine, self._lease_ns)
         super().adopt(joined)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether every value that was put here must be there still: none was evicted, nor removed here."""
-        return not self.evicts and not self._removed
 
     @property
     def aside(self) -> frozenset[str]:
@@ -127,6 +120,18 @@ class Store(Connection):
             codes: list[int] = client.batch_is_exist(list(keys))
             self._verdict(attempt, all(code < 0 for code in codes), "exist", codes[0] if codes else -1)
         return [code == 1 for code in codes]
+
+    def note(self, key: str, value: bytes) -> None:
+        """Store a small value, unless the key has one, and renew its lease. Raises StoreUnavailable."""
+        if not self.exist([key])[0]:
+            with self._call() as (client, _):
+                client.put(key, value)
+
+    def notes(self, keys: Sequence[str], most: int) -> dict[str, bytes]:
+        """Return the small values of the first keys that have one. Raises StoreUnavailable."""
+        found = list(islice(compress(keys, self.exist(keys)), most))
+        with self._call() as (client, _):
+            return {key: value for key in found if (value := client.get(key))}
 
     def get_into(
         self,
@@ -337,7 +342,6 @@ class Store(Connection):
         It takes as long as the master takes for so many keys, however full the store is.  The file that a disk has of a
         value stays, and the next start of the disk's owner finds it.  Raises StoreUnavailable.
         """
-        self._removed = True
         with self._local() as client, self._replicas.removal():
             results = [classify(code) for code in client.batch_remove(list(keys), True)]
         removed = results.count(ErrorClass.OK)

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
 STALE_S = 10.0  # an older answer says nothing of now
-NEARLY_FULL = 0.8  # Mooncake makes room from 0.9 on, of memory from 0.95
 MAX_PAGE_BYTES = 8 << 20  # 26 kB, and half a kilobyte for each segment of a cluster
 _LINE = re.compile(rb"^(master_\w+) (\d{1,18})$", re.MULTILINE)
 NAMES = {
@@ -42,13 +41,6 @@ class StoreFill(BaseModel):
     disk_used_bytes: int = 0
     disk_bytes: int = 0
     disk_evictions: int = 0
-
-    @property
-    def evicts(self) -> bool:
-        """Whether it evicted values for good, or may before the next answer. What memory evicts is on a disk if any."""
-        if self.disk_bytes:
-            return self.disk_evictions > 0 or self.disk_used_bytes > NEARLY_FULL * self.disk_bytes
-        return self.memory_evicted_bytes > 0 or self.memory_used_bytes > NEARLY_FULL * self.memory_bytes
 
 
 def read(master: str, timeout_s: float = TIMEOUT_S) -> StoreFill | None:

@@ -13,7 +13,7 @@ DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
 # What the daemon calls of a client, and the keywords of its `setup`; a transfer engine has a test of its own.
 CLIENT = (
     "batch_get_into batch_get_into_multi_buffers batch_get_replica_desc batch_is_exist batch_put_from "
-    "batch_put_from_multi_buffers batch_remove close get_size register_buffer setup unregister_buffer"
+    "batch_put_from_multi_buffers batch_remove close get get_size put register_buffer setup unregister_buffer"
 )
 SETUP = ("engine", "enable_ssd_offload", "ssd_offload_path", "tenant_id")
 

@@ -49,18 +49,7 @@ class Cause(enum.Enum):
     PLACES = "places", "places full", "the engine's places or tokens went to other requests for {places} ms."
     PREFILL = "prefill", "long prefill", "the engine computed for {prefill} ms: {absent} blocks of it were nowhere."
     COPY = "copy", "copy", "all of it was there: its copy, and the step that did it, took {prefill} ms."
-    EVICTED = "evicted", "evicted", "the store had its blocks and evicted them since, or they were purged."
-    LOST = "lost", "lost", "the store lost its blocks: they were stored, and neither evicted nor removed here."
-    NAMESPACE = (
-        "other_namespace",
-        "other namespace",
-        "its blocks are in another namespace, {namespace}: the fingerprint, `cache_prefix` or weights differ.",
-    )
-    COLD = (
-        "never_stored",
-        "never stored",
-        "the store is cold for it: nobody stored its blocks through this daemon since the daemon started.",
-    )
+    ABSENT = "absent", "absent", "{absent} blocks of it were nowhere."
     LEASE = "lease", "lost lease", "the store lost its blocks between look-up and fetch: their lease ended."
     VALUE = "bad_value", "bad value", "values in the store were of another size, or corrupt."
 
@@ -71,13 +60,6 @@ _FAILED = {
     **dict.fromkeys(("corrupt", "foreign"), Cause.VALUE),
     "no_room": Cause.STAGING,
     "transient": Cause.MASTER,
-}
-_MISSING = {
-    "evicted": Cause.EVICTED,
-    "lost": Cause.LOST,
-    "other_namespace": Cause.NAMESPACE,
-    "storage_node": Cause.NODE,
-    "never_stored": Cause.COLD,
 }
 _OWN = (Cause.PLACES, Cause.PREFILL)
 _WAITED = (Ending.TIMED_OUT.value, Ending.RECOMPUTED.value, Ending.ABORTED.value)
@@ -102,7 +84,6 @@ def label(value: str) -> str:
 
 def _cause(record: Record) -> Cause | None:
     outcome, failed = record.get("outcome"), _FAILED.get(str(record.get("failed")))
-    missing = _MISSING.get(str(record.get("nowhere")))
     if failed is Cause.NODE and record.get("medium") == "disk" and not record.get("owners"):
         failed = Cause.DISK  # Mooncake names no node of a disk
     known = figures(record, _FIGURES)
@@ -113,7 +94,7 @@ def _cause(record: Record) -> Cause | None:
     if outcome == Ending.MISS.value:
         if record.get("store_unavailable") or parts[Cause.MASTER] >= _MASTER_MS:
             return Cause.MASTER
-        return failed or missing
+        return failed or Cause.ABSENT
     if outcome in _WAITED:
         waits = {each: parts[each] for each in (Cause.DAEMON, Cause.MASTER, Cause.TRANSFER)}
         longest = max(waits, key=lambda each: waits[each])
@@ -129,8 +110,6 @@ def _cause(record: Record) -> Cause | None:
         return failed or _of_fetch(record, known, parts[longest])
     if longest is Cause.PREFILL and found >= hinted:
         return Cause.COPY
-    if longest is Cause.PREFILL and missing not in (None, Cause.COLD) and 2 * (hinted - found) >= hinted:
-        return missing
     return longest
 
 
@@ -175,7 +154,6 @@ def _values(record: Record) -> dict[str, str]:
         **{each.value.rpartition("_")[2]: number(took) for each, took in _parts(record, known).items()},
         "gave": gave + usual,
         "owners": printable(str(record.get("owners") or "its name is not known")),
-        "namespace": printable(str(record.get("namespace") or "?")),
         "room": number(known.get("room_ms", 0.0)),
         "part": f"staging has room for {loaded + local} of its {hinted} blocks",
         "absent": str(hinted - found),

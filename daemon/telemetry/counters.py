@@ -11,10 +11,9 @@ from .metrics import OTHER, WAITED, Metrics
 # The metrics of which `engine.detached` and the status have this engine's part.
 _LOGGED = (
     *("hints", "bad_records", "hit_blocks", "miss_blocks", "failed_blocks", "loaded_blocks", "saved_blocks"),
-    *("saved_again_blocks", "present_blocks", "failed_saves", "kept_bytes", "requests_taken_back", "promoted_blocks"),
+    *("present_blocks", "failed_saves", "kept_bytes", "requests_taken_back", "promoted_blocks"),
     "device_blocks",
     "kept_blocks",
-    "lost_values",
 )
 
 

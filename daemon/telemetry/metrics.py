@@ -80,10 +80,6 @@ CATALOGUE: dict[str, Described] = {
     "transfer_seconds": _counter("Sum over all requests that fetched of their look-up and transfer"),
     "hidden_seconds": _counter("Of these, the part that made no scheduler wait"),
     "saved_blocks": _counter("Blocks put into the store"),
-    "saved_again_blocks": _counter("Of these, those that the same engine had stored before: evicted since, or purged"),
-    "lost_values": _counter(
-        "Requests whose first block that was not there had been stored, though the store evicted and removed none"
-    ),
     "present_blocks": _counter("Blocks that were to be saved and were in the store already"),
     "failed_saves": _counter("Blocks that were to be saved and were not"),
     "kept_bytes": _counter("Bytes of staging that never return: their epoch had quarantined slots"),

@@ -124,18 +124,8 @@ def headline(status: Status) -> str:
 def traffic(status: Status, rates: NodeRates | None = None) -> list[str]:
     """Return lines on the store, the rates after an earlier answer, those of each path, and what made requests slow."""
     now = [pace(rates)] if rates is not None else []
-    return [*store(status), *now, *known_rates(status), *slow_causes(status)]
-
-
-def store(status: Status) -> list[str]:
-    """Return a line on how full the embedded store is, where known, and how many blocks were stored again."""
-    parts: list[str] = []
-    if status.store is not None:
-        parts.append(filled(StoreFill.model_validate(status.store)))
-    saved = sum(count(engine, "saved_blocks") for engine in status.engines)
-    if again := sum(count(engine, "saved_again_blocks") for engine in status.engines):
-        parts.append(f"of {saved} blocks stored {again} had been stored before")
-    return [f"store: {'; '.join(parts)}"] if parts else []
+    full = [f"store: {filled(StoreFill.model_validate(status.store))}"] if status.store is not None else []
+    return [*full, *now, *known_rates(status), *slow_causes(status)]
 
 
 def filled(now: StoreFill) -> str:

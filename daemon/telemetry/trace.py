@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...shmring.wire.records import Done, Hint
+from ...shmring.wire.records import NAMED_BY, Done, Hint
 from ..planning.requests import Request
 from ..planning.runs import Lane
 from .causes import cause
 from .events import Ending
+
+Lacked = tuple[str, int, Sequence[bytes]]  # a request's id, the first block that the store lacked, and names from there
 
 
 class Work(NamedTuple):
@@ -24,14 +27,6 @@ class Work(NamedTuple):
     busy_ns: int = 0
     starved_ns: int = 0
     hour: float | None = None
-
-
-class Missing(NamedTuple):
-    """Why the store lacks a block: an event field's value; empty: it has all. With another `namespace` that has it."""
-
-    why: str = ""
-    namespace: str = ""
-    owners: str = ""
 
 
 class Met(NamedTuple):
@@ -54,7 +49,7 @@ class Trace:
     asked_ns: int = 0
     found_blocks: int = 0  # at the look-up's answer, like the next three
     staged_blocks: int = 0
-    missing: Missing | None = None  # None: the store did not say
+    unavailable: bool = False  # the store did not say
     before: Work = field(default_factory=Work)
     after: Work | None = None  # when the last block was published, or given up
     answered_ns: int = 0
@@ -122,7 +117,7 @@ class Trace:
             "bytes_disk": request.disk_blocks * block_bytes,
             "bytes_memory": memory_blocks * block_bytes,
             "taken_back": request.taken_back,
-            "store_unavailable": self.looked_up_ns > 0 and self.missing is None,
+            "store_unavailable": self.unavailable,
             "arrived_ms": 0.0,
             **times,
             "exposed_ms": round(exposed_ns / 1e6, 3),
@@ -143,7 +138,7 @@ class Trace:
 
     def _reasons(self, request: Request, work: Work) -> dict[str, Any]:
         """Return what the cause of a slow request is judged by; `work`: what its lane did until now."""
-        missing, failure, after = self.missing or Missing(), request.failure, self.after or work
+        failure, after = request.failure, self.after or work
         moved, busy_ns = after.moved_bytes - self.before.moved_bytes, after.busy_ns - self.before.busy_ns
         wanted = self.looked_up_ns > 0 and self.found_blocks > self.hint.local_blocks
         return {
@@ -152,7 +147,6 @@ class Trace:
             "hour_bytes_s": round(work.hour) if wanted and work.hour is not None else None,
             "room_ms": round((after.starved_ns - self.before.starved_ns) / 1e6, 3) if wanted else 0.0,
             "failed": failure.why if failure is not None else None,
-            "nowhere": missing.why or None,
-            "namespace": missing.namespace or None,
-            "owners": (failure.owners if failure is not None else "") or missing.owners,
+            "named_by": NAMED_BY[self.hint.named_by % 4] or None,
+            "owners": failure.owners if failure is not None else "",
         }

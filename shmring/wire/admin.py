@@ -108,6 +108,14 @@ class Removed(Packet):
     failed: int = 0
 
 
+class WhyQuery(Packet):
+    """Ask what keeps an engine (by its id or model), or a `request` of it, from KV in the store: a Report of lines."""
+
+    type: Literal["why_query"] = "why_query"
+    engine: str = Field(max_length=1024)
+    request: str = Field(default="", max_length=1024)
+
+
 class Caller(Packet):
     """The user for whom the process of the HTTP door asks, as the kernel knows it: user id and groups."""
 

@@ -40,6 +40,8 @@ class WorkerInfo(Packet):
     # slot % replicas == replica_index.
     replicas: int = Field(ge=1, le=4096)
     replica_index: int = Field(ge=0, le=4095)
+    # What decides a block's bytes, for people: the keys have its digest. `unknown` alone: why nothing is known.
+    fingerprint: dict[str, str] = Field(default={})
     # UUID of the rank's GPU, as the driver writes it; empty on a CPU.
     device: str = Field(default="", max_length=96)
 

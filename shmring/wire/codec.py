@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 1 << 16
 FromEngine = attach.Hello | attach.Mapped | attach.Reset
 ToEngine = attach.Refused | attach.Attached | attach.ResetDone | attach.Stored | attach.Absent | attach.Notice
 Order = admin.SetMode | admin.Reload | admin.Remove
-Query = admin.StatusQuery | admin.StatQuery | Order | admin.EngineQuery | admin.Announce
+Query = admin.StatusQuery | admin.StatQuery | admin.WhyQuery | Order | admin.EngineQuery | admin.Announce
 Reply = admin.Status | admin.Segments | admin.Removed | admin.Engine | admin.AnnounceStep | admin.Report
 Message = FromEngine | ToEngine | Query | Reply
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])

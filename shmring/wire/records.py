@@ -79,8 +79,9 @@ class Outcome(enum.IntEnum):
 
 
 # As Pusher.hint writes it (shmring/_ring.c); test_hint_in_c.py compares both.
-# version (the byte behind it: early), hash bytes, request-id bytes, pages, flag, blocks, local blocks, priority, prompt
-# tokens, generation, arrival ns, trace id and parent span id, digest of the session's id
+# version (behind it a byte of early and, from bit 1 on, named_by), hash bytes, request-id bytes, pages, flag, blocks,
+# local blocks, priority, prompt tokens, generation, arrival ns, trace id and parent span id, digest of the session's id
+NAMED_BY = ("", "cache_salt", "adapter", "cache_salt and adapter")
 HINT_HEAD, EARLY_AT = struct.Struct("<BxHHHIIIiIQQ24s16s"), 1
 # version, stop, flag, generation, asked ns
 _ASK = struct.Struct("<BBxxIQQ")
@@ -117,6 +118,7 @@ class Hint(NamedTuple):
     trace: bytes = NO_TRACE
     session: bytes = NO_SESSION
     early: bool = False
+    named_by: int = 0  # what names its blocks but tokens: of NAMED_BY
 
 
 class Ask(NamedTuple):
@@ -209,7 +211,7 @@ def decode_hint(payload: memoryview) -> Hint:
     pages = struct.unpack_from(f"<{page_count}I", payload, pages_at)
     hashes = bytes(payload[hashes_at:])
     place = flag, generation, name, blocks, local, priority, tokens, arrival
-    return Hint(*place, hash_bytes, hashes, pages, trace, session, bool(payload[EARLY_AT]))
+    return Hint(*place, hash_bytes, hashes, pages, trace, session, bool(payload[EARLY_AT] & 1), payload[EARLY_AT] >> 1)
 
 
 def encode_ask(ask: Ask) -> bytes:

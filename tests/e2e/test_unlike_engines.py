@@ -9,18 +9,22 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
 
 from kvprefetch.connector.releases import TRIED
 from tests.e2e.conftest import Site, fingerprint, hits, served
+from tests.e2e.test_adapters import LORA, WARM
+from tests.lab.adapter import make_adapter
 from tests.lab.checkpoint import TINY, make_checkpoint
 from tests.lab.connectors import ours
 from tests.lab.engine import Engine, EngineSpec
 from tests.lab.hybrid import make_llama4
 from tests.lab.process import REPO
 from tests.lab.prompts import make_prompts
+from tests.support.command import kvprefetchd
 
 PROMPTS = make_prompts(4, 300, seed=2)
 HITS = hits(PROMPTS)
@@ -83,6 +87,36 @@ def test_an_option_that_scales_queries_makes_another_engine(
         assert json.loads(fingerprint(engine)["attn_temperature_tuning"]) is scaled
     first.stop()
     second.stop()
+
+
+def test_explain_names_what_keeps_an_engine_from_what_another_stored(site: Site, tmp_path: Path) -> None:
+    """One thing differs from the engine that stored the prompt, each time another one."""
+    transfer, weights = ours(site.daemon.socket, cache_prefix="why"), tmp_path / site.model.name
+    make_checkpoint(tmp_path / "written", replace(TINY, seed=1)).rename(weights)
+    spec = EngineSpec(model=site.model, kv_transfer=transfer)
+    adapter = {"lora": ["sql", 1, make_adapter(tmp_path / "sql", 0)]}
+    unlike: dict[str, tuple[EngineSpec, dict[str, Any]]] = {
+        "dtype (ours bfloat16, its float32)": (spec.but(dtype="bfloat16"), {}),
+        "weights (ours ": (spec.but(model=weights), {}),
+        "block_size (ours 64, its 32)": (spec.but(block_size=64), {}),
+        "PYTHONHASHSEED (ours set: ": (spec.but(env={"PYTHONHASHSEED": "7"}), {}),
+        "Only requests with the same adapter have its hashes.": (spec.but(extra=LORA), adapter),
+    }
+    first = site.engine(spec)
+    first.run(PROMPTS[:1])
+    site.assert_idle()
+    for words, (other, options) in unlike.items():
+        engine = site.engine(other)
+        if options:
+            engine.run(WARM, request_options=options)  # a step in which the worker reads the adapter
+        engine.run(PROMPTS[:1], request_options=options)
+        site.assert_idle()
+        line = site.daemon.records("request.done")[-1]
+        assert (line["outcome"], line["found_blocks"]) == ("miss", 0)
+        told = kvprefetchd("explain", line["request_id"], "--socket", site.daemon.socket, given=json.dumps(line))
+        assert words in told.stdout, told
+        engine.stop()
+    first.stop()
 
 
 @pytest.mark.shows("one release loads what another stored")

@@ -269,13 +269,14 @@ def test_a_hint_looks_for_room_after_another_thread_pushed() -> None:
 def test_a_hint_writes_its_record_after_another_thread_pushed() -> None:
     side = interrupted(pushed=100)
     side.table.exchange(0, 0, pack(7, FlagState.CLAIMED, 3))
-    handle = side.hint([bytes(8)], early=1)
+    handle = side.hint([bytes(8)], early=7)
     assert handle is not None
     first, second = side.taken_any(), side.taken_any()
     assert first is not None
     assert second is not None
     assert (first[0], second[0]) == (1, KIND)
-    assert decode_hint(memoryview(second[1])).early
+    hint = decode_hint(memoryview(second[1]))
+    assert (hint.early, hint.named_by) == (True, 3)
 
 
 def test_two_threads_push_records_that_follow_each_other() -> None:

@@ -5,9 +5,10 @@ Used where a real engine cannot be driven into a state; the same paths run again
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvprefetch.kv.groups import Group, Groups, Kind
@@ -46,6 +47,9 @@ class EngineSpec:
     saves: bool = True
     groups: Groups = ONE_GROUP
     written: Sequence[list[int]] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    hash_algorithm: str = ""
+    hash_start: str = ""
 
     def worker(self, rank: int = 0) -> WorkerInfo:
         return WorkerInfo(
@@ -55,6 +59,7 @@ class EngineSpec:
             replica_index=0,
             written=list(self.written),
             device=self.device,
+            fingerprint=dict(self.fingerprint),
         )
 
     def scheduler(self) -> SchedulerInfo:
@@ -69,11 +74,14 @@ class EngineSpec:
             events=self.events,
             groups=named,
             hash_tokens=self.groups.hash_tokens,
+            hash_algorithm=self.hash_algorithm,
+            hash_start=self.hash_start,
         )
 
     def prefix_of(self, rank: int = 0, group: int = 0) -> str:
         """The prefix of a rank's keys, as the engine has it."""
-        return f"{self.prefix}@tp_rank:{rank}@" + (f"group:{group}@" if group else "")
+        digits = f"fp:{namespace_digest(self.fingerprint)}@" if self.fingerprint else ""
+        return f"{self.prefix}@tp_rank:{rank}@" + (f"group:{group}@" if group else "") + digits
 
     def hello(self, role: str, rank: int = 0, **changes: object) -> Hello:
         fields: dict[str, object] = {"protocol": records.PROTOCOL, "version": "test", "role": role, "rank": rank}
@@ -81,6 +89,10 @@ class EngineSpec:
         fields |= {"world_size": self.ranks}
         fields |= {"worker": self.worker(rank)} if role == "worker" else {"scheduler": self.scheduler()}
         return Hello.model_validate({**fields, **changes})
+
+
+def namespace_digest(fingerprint: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(fingerprint.items())).encode()).hexdigest()[:32]
 
 
 class EngineSide:

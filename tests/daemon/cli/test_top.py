@@ -134,12 +134,12 @@ def test_what_is_wrong_comes_first_where_no_engine_can_count_on_the_daemon() -> 
 def test_the_store_s_rates_and_the_causes_are_shown() -> None:
     now = status(
         rates={"memory": {"now": 1.2 * MIB, "5m": 1.2 * MIB, "hour": 96 * MIB}, "save": {"now": 5 * MIB}},
-        causes={"evicted": [30, 20.0], "link": [92, 80_000.0], "never_stored": [3, 0.0]},
+        causes={"lease": [30, 20.0], "link": [92, 80_000.0], "absent": [3, 0.0]},
     )
     expected = [
         "fetches from memory: now 1.2 MiB/s, last 5 min 1.2 MiB/s, last hour 96 MiB/s",
         "puts: now 5 MiB/s",
-        "slow lately, requests (waited): slow link 92 (80.0 s), evicted 30 (0.02 s), never stored 3 (0.00 s)",
+        "slow lately, requests (waited): slow link 92 (80.0 s), lost lease 30 (0.02 s), absent 3 (0.00 s)",
     ]
     assert [line for line in overview.describe(now) if line in expected] == expected
     assert [line.rstrip() for line in shown(now, 200) if line.rstrip() in expected] == expected

@@ -37,7 +37,7 @@ def test_a_user_has_one_removal_at_a_time() -> None:
     commands = Commands()
     assert commands.remove(ALICE, "u1000@a") == 1
     assert commands.remove(ALICE, "u1000@b") == 1
-    assert "another removal of this user is running: uid=1000" in commands.replies.pop().text
+    assert "another removal or question of this user is running: uid=1000" in commands.replies.pop().text
     assert commands.remove(BOB, "u1001@a") == 2
     assert commands.remove(None, "u1000@a") == 3
     commands.begun[0].on_result((1, 2))

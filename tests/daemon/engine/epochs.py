@@ -76,7 +76,6 @@ class Answering(SimpleNamespace):
 
     answering = True
     aside: frozenset[str] = frozenset()
-    keeps = False
 
 
 def make_epoch(

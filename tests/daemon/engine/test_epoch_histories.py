@@ -42,7 +42,6 @@ class Store:
 
     answering = is_open = True
     aside: frozenset[str] = frozenset()
-    keeps = False
 
     def __init__(self, chance: Random) -> None:
         self.chance = chance

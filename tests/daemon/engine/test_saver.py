@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvprefetch.daemon.engine.reasons import StoredBefore
 from kvprefetch.daemon.engine.saver import FORGET_NS, PAUSE_NS, TRIES, Put, Save, Saver
 from kvprefetch.daemon.engine.staging import MAX_SLOTS
 from kvprefetch.daemon.engine.transfers import SaveResult
@@ -29,7 +28,7 @@ class Setup:
         self.saves: list[Save] = []
         self.counts: Counter[str] = Counter()
         self.lost: set[int] = set()
-        self.saver = Saver(range(slots), self.lost, StoredBefore())
+        self.saver = Saver(range(slots), self.lost)
         self.granted: list[int] = []
         self.carry_on()
         self.granted.clear()
@@ -37,7 +36,7 @@ class Setup:
     def carry_on(self, ended: Sequence[Put] = ()) -> None:
         for put in ended:
             self.notices.append(put.notice)
-            self.counts.update(saved=put.stored, again=put.stored_before, present=put.present, lost=put.failed)
+            self.counts.update(saved=put.stored, present=put.present, lost=put.failed)
             self.saves += [put.save] if put.last else []
         self.granted += self.saver.next_grant() if self.saving else []
         if self.saver.waiting(self.now) and (job := self.saver.next_put(self.put_blocks)) is not None:
@@ -58,7 +57,7 @@ class Setup:
         self.carry_on()
 
     def reset(self, generation: int) -> None:
-        self.carry_on(self.saver.reset(generation, StoredBefore()))
+        self.carry_on(self.saver.reset(generation))
 
     def give_up(self) -> None:
         """Let the store be full for all the tries of the running put."""
@@ -75,7 +74,7 @@ class Setup:
             result = SaveResult(0, 0, 0, put.blocks)
         else:
             media = ([], slots) if disk else (slots, [])
-            result = SaveResult(len(slots), 0, 0, [], *media, digests=[digest for digest, _ in put.blocks])
+            result = SaveResult(len(slots), 0, 0, [], *media)
         self.carry_on(self.saver.stored(put, result, self.now, saving=self.saving))
         return slots
 
@@ -131,29 +130,6 @@ def test_a_long_save_is_put_in_parts_and_each_part_gives_its_slots_back() -> Non
         "save_slots_quarantined": 0,
         "saves_queued": 0,
     }
-
-
-def test_what_is_stored_a_second_time_is_counted_unless_a_reset_came_between() -> None:
-    setup = Setup()
-    counts = setup.counts
-    setup.save(3)
-    setup.end()
-    setup.save(2)
-    setup.end()
-    setup.save(3, save_id=2)
-    setup.end()
-    assert (counts["saved"], counts["again"]) == (8, 2)
-    setup.reset(0)
-    setup.save(3)
-    setup.end()
-    assert (counts["saved"], counts["again"]) == (11, 2)
-
-
-def test_what_was_stored_before_is_never_counted_too_high() -> None:
-    before = StoredBefore(entries=64)
-    digests = [bytes([i, j]) * 16 for i in range(256) for j in range(4)]
-    assert before.count(digests) == 0, "they take each other's entries"
-    assert before.count(digests[-8:]) > 0
 
 
 def test_a_save_in_parts_has_one_line_when_its_last_part_has_ended() -> None:

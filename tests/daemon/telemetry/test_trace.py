@@ -7,7 +7,7 @@ import pytest
 from kvprefetch.daemon.telemetry.counters import Counters
 from kvprefetch.daemon.telemetry.events import Ending
 from kvprefetch.daemon.telemetry.metrics import Metrics
-from kvprefetch.daemon.telemetry.trace import Met, Missing, Trace, Work
+from kvprefetch.daemon.telemetry.trace import Met, Trace, Work
 from kvprefetch.shmring.wire.records import Done, Hint, Outcome
 from tests.daemon.planning.support import request_of
 from tests.support.telemetry import sample
@@ -106,7 +106,6 @@ def test_the_line_of_a_request_is_entered_into_the_totals() -> None:
     request = request_of(0, range(4))
     request.last_byte_ns, request.fetched_blocks = 51 * MS, 2
     trace = Trace(hint(local=1), 11 * MS, looked_up_ns=21 * MS, asked_ns=31 * MS, found_blocks=3)
-    trace.missing = Missing("evicted")
     line = trace.fields(request, Ending.ENGINE_GONE, None, 1000, 61 * MS, Work())
     times = [line[f"{name}_ms"] for name in ("arrived", "hint_seen", "looked_up", "visited", "last_byte", "ended")]
     assert times == [0.0, 10.0, 20.0, 30.0, 50.0, 60.0]

@@ -31,7 +31,8 @@ LINE: dict[str, Any] = {
     "announced_ms": None, "announced_blocks": 0, "announced_staged": 0,
     "session_gap_ms": None,
     "hidden_fraction": 0.7359, "answered_ms": 96.4, "medium": "memory", "store_bytes_s": 99000000, "hour_bytes_s": None,
-    "room_ms": 0.0, "failed": None, "nowhere": "never_stored", "namespace": None, "owners": "", "cause": "places",
+    "room_ms": 0.0, "failed": None, "named_by": None, "owners": "",
+    "cause": "places",
     "traceparent": None,
 }  # fmt: skip
 
