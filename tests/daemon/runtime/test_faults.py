@@ -42,7 +42,7 @@ def test_a_value_that_no_check_has_seen_ends_its_engine_s_epoch_alone(
     [fault] = daemon.records("engine.fault")
     assert fault["engine"] == "bad"
     assert "Error" in fault["error"]
-    assert "in contain" in fault["traceback"]
+    assert "in take" in fault["traceback"]
     assert daemon.records("engine.corrupt") == []
     bad.close()
     assert good.load(list(values)) == list(values.values())
