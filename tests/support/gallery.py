@@ -27,8 +27,15 @@ HEAD = (
     "| models | vLLM's class | KV groups, with their layers | block: tokens, KiB | |",
     "| --- | --- | --- | --- | --- |",
 )
-# Engines of vLLM's CPU build have run with groups of these kinds (docs/reference/compatibility.md).
-RUN = ({"full"}, {"full", "window"}, {"full", "chunk"}, {"full", "state"})
+# Engines of vLLM's CPU build, or of the bed, have run with groups of these kinds.
+RUN = (
+    {"full"},
+    {"full", "window"},
+    {"full", "chunk"},
+    {"full", "state"},
+    {"full", "ring"},
+    {"full", "ring", "replayed"},
+)
 
 
 # Memory layouts of vLLM's attention on CPUs; for layers with pages of unlike sizes, those of its attention on GPUs.
@@ -168,8 +175,10 @@ def row(name: str, folder: Path) -> str:
             why = str(error).partition("connector: ")[2]
             kinds = "; ".join(f"{kind.removesuffix('Spec')}: {count}" for kind, count in made)
             return f"| {name} | `{model.architecture}` | {kinds} | {size} | refused: {why} |"
+        of_cache = dict(zip(found.prefix_cacheable_group_ids, rules.groups, strict=True))
         groups = [
-            (group.kind.value, group.window_tokens, count) for group, (_, count) in zip(rules.groups, made, strict=True)
+            (*kind_of(of_cache.get(number), each.kv_cache_spec), len(each.layer_names))
+            for number, each in enumerate(found.kv_cache_groups)
         ]
         parts = []
         for (kind, window), same in groupby(sorted(groups), key=lambda each: each[:2]):
@@ -177,10 +186,15 @@ def row(name: str, folder: Path) -> str:
             size_of = " to ".join(map(str, sorted({counts[0], counts[-1]})))
             times = f"{len(counts)} groups of {size_of}" if len(counts) > 1 else size_of
             parts.append(f"{kind}{f' {window:,}' if window else ''}: {times}")
-        mla = any("MLA" in type(each).__name__ for each in specs.values())
-        ran = not mla and {kind for kind, *_ in groups} in RUN
-        what = "served" if ran else "untried: MLA needs a CPU with AMX, or a GPU" if mla else "untried"
+        what = "served" if {kind for kind, *_ in groups} in RUN else "untried"
         return f"| {name} | `{model.architecture}` | {'; '.join(parts)} | {rules.unit_tokens}, {size} | {what} |"
+
+
+def kind_of(group: Any, spec: Any) -> tuple[str, int]:
+    """Return the kind of a group and its window; without rules (`group`) it is outside the prefix cache."""
+    if group is not None:
+        return group.kind.value, group.window_tokens
+    return ("replayed", spec.prefix_replay_tokens) if spec.prefix_replay_tokens else ("ring", 0)
 
 
 def rows(names: list[str]) -> list[str]:
