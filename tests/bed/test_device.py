@@ -19,6 +19,9 @@ from tests.lab.bed.step import Plan, Request
 BLOCK, BLOCKS, VOCAB = 4, 40, 512
 
 
+OUTSIDE = {"replayed": "window", "ring": "ring"}  # the prefix cache
+
+
 def groups(*kinds: tuple[str, int]) -> tuple[Group, ...]:
     found = []
     for number, (kind, span) in enumerate(kinds):
@@ -27,7 +30,8 @@ def groups(*kinds: tuple[str, int]) -> tuple[Group, ...]:
             name = f"layers.{2 * number + index}"
             words: NDArray[np.uint64] = np.zeros((BLOCKS, 2, BLOCK, 3), dtype=np.uint64)
             layers.append(Layer(name, oracle.key_of(name), words, range(2)))
-        found.append(Group(number, BLOCK, kind, span, tuple(layers)))
+        group = Group(number, BLOCK, OUTSIDE.get(kind, kind), span, tuple(layers), cached=kind not in OUTSIDE)
+        found.append(group)
     return tuple(found)
 
 
@@ -207,6 +211,56 @@ def test_blocks_behind_a_window_may_be_gone(kind: tuple[str, int]) -> None:
     request.blocks[1][2] = 0
     step(device, {"a": 1})
     assert [(each.group, each.block, each.found) for each in device.faults] == [(1, 2, "no block: the null block")]
+
+
+def replaying(device: Device, replay_start: int = 2) -> None:
+    """A request hits the first eight tokens of another one, and computes six of them again in two steps."""
+    device.admit("a", prompt(10), [[5, 6, 7], [10, 11, 12]], 0)
+    step(device, {"a": 10})
+    device.admit("b", prompt(10) + [99] * 4, [[5, 6, 17, 18], [20, 21, 22, 23]], 2, replay_start=replay_start)
+    step(device, {"b": 3})
+    step(device, {"b": 9})
+    step(device, {"a": 1})
+
+
+def test_a_window_that_is_computed_again_leaves_the_hit_alone() -> None:
+    """Nothing of a hit is in a group outside the prefix cache, and what others share is not written."""
+    device = make(("full", 0), ("replayed", 6))
+    replaying(device)
+    assert device.faults == []
+    tokens = device.requests["b"].tokens[14:15].tolist()
+    assert tokens == oracle.answer(prompt(10) + [99] * 4, 1, VOCAB)
+
+
+def test_a_replay_that_rewrites_a_shared_block_is_found() -> None:
+    """By the request that computes again, and by the one that computed first."""
+    device = make(("full", 0), ("replayed", 6))
+    device.rewrites = True
+    replaying(device)
+    assert {(each.request, each.group, each.token) for each in device.faults} >= {("a", 0, 2), ("b", 0, 2)}
+
+
+def test_a_runner_that_knows_of_no_replay_is_found() -> None:
+    """It reads a window that nobody filled."""
+    device = make(("full", 0), ("replayed", 6))
+    replaying(device, replay_start=0)
+    first = device.faults[0]
+    assert (first.request, first.group, first.token, first.found) == ("b", 1, 0, "nothing: all bytes are 0")
+
+
+def test_a_ring_holds_what_is_not_compressed_yet() -> None:
+    """A hit needs nothing of it; what a step left there the next one reads."""
+    device = make(("full", 0), ("ring", 2))
+    device.admit("a", prompt(10), [[5, 6, 7], [10]], 0)
+    step(device, {"a": 7})
+    step(device, {"a": 3})
+    device.admit("b", prompt(10) + [99] * 4, [[5, 6, 17, 18], [20]], 8)
+    step(device, {"b": 1})
+    step(device, {"b": 2})
+    assert device.faults == []
+    device.groups[1].layers[0].words[20] = 0
+    step(device, {"b": 1})
+    assert [(each.request, each.group, each.token, each.block_id) for each in device.faults] == [("b", 1, 10, 20)]
 
 
 def test_a_preempted_request_comes_back_with_the_tokens_it_has() -> None:

@@ -51,6 +51,9 @@ class Device:
         self.counters, self.faults = Counter[str](), list[Fault]()
         self.draft_hits = 0.7
         """The share of drafted tokens that are right."""
+        self.rewrites = False
+        """Planted: what a request computes again of a hit is written into the hit's blocks, too."""
+        self._window = max((group.span for group in groups if group.kind == "window" and not group.cached), default=0)
         self._vocab, self._rank, self._every_step, self._step = vocab, rank, every_step, 0
         self._guess = random.Random(1)
         keys = {layer.name: layer.key for group in groups for layer in group.layers}
@@ -63,13 +66,24 @@ class Device:
     # --- what the scheduler says ------------------------------------------------------------------------------------
 
     def admit(
-        self, name: str, tokens: Sequence[int], blocks: Iterable[Sequence[int]], computed: int, adapter: str = ""
+        self,
+        name: str,
+        tokens: Sequence[int],
+        blocks: Iterable[Sequence[int]],
+        computed: int,
+        adapter: str = "",
+        replay_start: int = 0,
     ) -> Request:
-        """Take in a request that is new or comes back; its tables are whole."""
+        """Take in a request that is new or comes back; its tables are whole.
+
+        `replay_start`: where it begins to compute a hit's last window again; 0 where it does not.
+        """
         request = Request(name, tokens, oracle.key_of(adapter))
         self.requests[name] = request
         self._witness.remember(name, request)
         request.blocks, request.computed = [list(each) for each in blocks], computed
+        if replay_start:
+            request.replayed = range(replay_start, replay_start + self._window)
         return request
 
     def come_back(self, name: str, tokens: Sequence[int], blocks: Iterable[Sequence[int]], computed: int) -> None:
@@ -96,6 +110,8 @@ class Device:
         """Return how many bytes the blocks with these tokens have, of those that the next token reads."""
         found = 0
         for group, size in zip(self.groups, self._bytes, strict=True):
+            if not group.cached:
+                continue
             begun = max(first, group.first_needed(end)) // group.block_tokens
             found += max(0, -(-end // group.block_tokens) - begun) * size
         return found
@@ -131,14 +147,14 @@ class Device:
     def run(self, plan: Plan, group: Group, layer: Layer) -> None:
         """Write what a layer computes, and compare what it holds of all that the step reads.
 
-        Attention writes first: a request may read what another one computes in the same step.  States are read first:
-        the new one takes the old one's place.
+        Attention writes first: a request may read what another one computes in the same step.  States and rings are
+        read first: what is new takes the old one's place.
         """
-        if group.kind == "state":
+        if group.kind in ("state", "ring"):
             self._check(plan, group, layer)
         slots = plan.writes[group.number].of(layer)
         layer.words[slots.blocks, :, slots.offsets] = self._rows(slots, layer)
-        if group.kind != "state":
+        if group.kind not in ("state", "ring"):
             self._check(plan, group, layer)
 
     def sample(self, plan: Plan) -> dict[str, list[int]]:
@@ -224,12 +240,19 @@ class Device:
         for group in self.groups:
             spans = []
             for number, each in enumerate(work):
-                first = group.first_needed(each.start)
-                if each.start > first and (self._every_step or each.request.fresh):
-                    positions = np.arange(first, each.start)
-                    spans.append((number, positions, each.request.prefix[first : each.start]))
+                first, stop = self._held_span(group, each)
+                if stop > first and (self._every_step or each.request.fresh):
+                    spans.append((number, np.arange(first, stop), each.request.prefix[first:stop]))
             found.append(self._slots(group, work, spans))
         return found
+
+    @staticmethod
+    def _held_span(group: Group, work: Work) -> tuple[int, int]:
+        """Return the first and the last token, of those that its request comes with, whose KV a step's work reads."""
+        replayed, first = work.request.replayed, group.first_needed(work.start)
+        if group.cached:
+            return first, max(work.start, replayed.stop)
+        return max(first, min(replayed.start, work.start)), work.start
 
     def _writes(self, work: list[Work]) -> list[Slots]:
         found = []
@@ -242,7 +265,15 @@ class Device:
                     more = oracle.prefixes(each.drafts, start=request.known, before=request.last)
                     prefix = np.concatenate([prefix, more])
                 if group.kind != "state":
-                    spans.append((number, np.arange(each.start, end), prefix))
+                    first = each.start
+                    if group.kind == "ring":
+                        first = max(first, end - group.block_tokens)
+                    elif group.cached and self.rewrites:  # what it computes is not what is there
+                        with np.errstate(over="ignore"):
+                            prefix = prefix + oracle.SALT * (np.arange(first, end) < request.replayed.stop)
+                    elif group.cached:
+                        first = min(max(first, request.replayed.stop), end)
+                    spans.append((number, np.arange(first, end), prefix[first - each.start :]))
                     continue
                 kept = group.checkpoint(each.start, end)
                 for last in {kept - 1, end - 1} if kept else {end - 1}:
@@ -260,7 +291,7 @@ class Device:
         blocks = []
         for number, positions, _ in spans:
             table = np.asarray(work[number].request.blocks[group.number], dtype=np.int64)
-            blocks.append(table[positions // group.block_tokens])
+            blocks.append(table[positions * 0 if group.kind == "ring" else positions // group.block_tokens])
         position = np.concatenate([each for _, each, _ in spans])
         mine, own = group.shard.places(position)
         whose = np.repeat([number for number, _, _ in spans], [len(each) for _, each, _ in spans])
@@ -277,8 +308,8 @@ class Device:
         copied = Counter[str]()
         for group, held, size in zip(self.groups, self._held, self._bytes, strict=True):
             for each in work:
-                request, computed = each.request, each.start
-                if not request.fresh or not computed:
+                request, computed = each.request, max(each.start, each.request.replayed.stop)
+                if not request.fresh or not computed or not group.cached:
                     continue
                 first, last = group.first_needed(computed) // group.block_tokens, (computed - 1) // group.block_tokens
                 ends = np.minimum(np.arange(first + 1, last + 2) * group.block_tokens, computed) - 1

@@ -40,8 +40,9 @@ def spec(
     ranks = tensor_parallel * pipeline_parallel * (extra or {}).get("prefill_context_parallel_size", 1)
     executor = "mp" if ranks > 1 or changes.get("own_worker") else "tests.lab.bed.worker.Executor"
     given = "" if layout in layouts.MODELS else layout
+    known = layouts.BESIDE.get(given, "full") if given else layout
     return EngineSpec(
-        model=layouts.MODELS["full" if given else layout](CHECKPOINTS) if model is None else model,
+        model=layouts.MODELS[known](CHECKPOINTS) if model is None else model,
         kv_transfer=connector,
         tensor_parallel_size=tensor_parallel,
         prepare="tests.lab.bed.worker:install",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +28,14 @@ PACKED = ["BLNHC", "BLHNC"]
 """Orders of memory that vLLM has where a group's layers have pages of unlike sizes."""
 
 
+BESIDE = {"states and a ring": "states"}
+"""Given layouts that are added to those of a model."""
+
+
 def given_specs(name: str) -> dict[str, Any]:
     """Return what layers of a layout keep, of one that only GPUs have: vLLM's specifications by layer.
 
-    They stand in the place of those of a tiny model; nothing else of the engine knows.
+    They stand in the place of those of a tiny model, or beside them (BESIDE); nothing else of the engine knows.
     """
     import torch
     from vllm.v1 import kv_cache_interface as kinds
@@ -74,6 +78,24 @@ def given_specs(name: str) -> dict[str, Any]:
                 of_indexer=window(**states, block_size=4, head_size=512, sliding_window=8),
             ),
         }
+    state: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1024, "head_size_v": 0, "dtype": torch.float32}
+    if name == "bounded replay":  # DeepSeek-V4.1, with fewer layers
+        latent = {**packed, "head_size": 512, "state_content_bytes": 584, "alignment": 576}
+        latent["model_version"] = "deepseek_v4"
+        recent = kinds.SlidingWindowMLASpec(**{**latent, "block_size": 32}, sliding_window=128, bounded_replay=True)
+        halves, own = (kinds.MLAAttentionSpec(**latent, tokens_per_state=tokens) for tokens in (2, 1))
+        indexer = kinds.MLAAttentionSpec(**index, tokens_per_state=2, alignment=576)
+        ring = kinds.CircularBufferSpec(**state, block_size=8)
+        return {**_layers(5, recent=recent), **_layers(2, halves=halves, indexer=indexer, ring=ring), "m.9.own": own}
+    if name == "ring":  # GLM's with an indexer over pools of keys
+        pools = kinds.MLAAttentionSpec(**index, tokens_per_state=4)
+        ring = kinds.CircularBufferSpec(
+            **{**state, "head_size": 128, "num_kv_heads": 2, "dtype": torch.bfloat16}, block_size=8, dcp_sharded=False
+        )
+        return _layers(3, tail=ring, latent=kinds.MLAAttentionSpec(**packed), pools=pools)
+    if name == "states and a ring":  # Qwen4's with an indexer
+        pools = kinds.MLAAttentionSpec(**{**index, "block_size": 32}, tokens_per_state=4)
+        return _layers(2, tail=kinds.CircularBufferSpec(**state, block_size=8), pools=pools)
     raise KeyError(name)
 
 
@@ -118,9 +140,11 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with one block table. `kind`: full, window, chunk or state; `span`: tokens of a window or a chunk.
+    """Layers with one block table. `kind`: full, window, chunk, state or ring; `span`: tokens of a window or a chunk.
 
-    A state is one row a block, after the last token that the block has.  `block_tokens`: of all ranks that share them.
+    A state is one row a block, after the last token that the block has.  A ring is one block a request, with the last
+    tokens: of the `span` that will be compressed to one row, those that are there so far are read.  `block_tokens`: of
+    all ranks that share them.
     """
 
     number: int
@@ -131,12 +155,14 @@ class Group:
     checkpoint: Callable[[int, int], int] = lambda start, end: 0
     """Of states: how many tokens the state covers that a step from `start` to `end` also keeps; 0 if it keeps none."""
     shard: Shard = WHOLE
+    cached: bool = True
+    """Whether vLLM's prefix cache has it. Otherwise a request finds nothing of a hit, and computes what it needs."""
 
     def first_needed(self, computed: int) -> int:
         """Return the first token whose KV the next token reads, where so many are computed."""
         if self.kind == "window":
             return max(0, computed - self.span + 1)
-        if self.kind == "chunk":
+        if self.kind in ("chunk", "ring"):
             return computed // self.span * self.span
         if self.kind == "state":
             return max(0, computed - 1)
@@ -159,7 +185,7 @@ def groups_of(
     """
     from vllm.v1 import kv_cache_interface as kinds
 
-    found = []
+    found, pooled = [], 1
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         specs = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
@@ -168,6 +194,7 @@ def groups_of(
             if name in specs:
                 words, heads = words_of(tensors[name]), _heads(specs[name], ranks, rank, kv_heads)
                 row_tokens = max(1, int(specs[name].tokens_per_state))
+                pooled = max(pooled, row_tokens)
                 layers.append(Layer(name, oracle.key_of(name), words, heads, row_tokens, name in drafters))
         one = next(iter(specs.values()))
         kind, span = "full", 0
@@ -177,12 +204,17 @@ def groups_of(
             kind, span = "chunk", one.attention_chunk_size
         elif isinstance(one, kinds.MambaSpec):
             kind = "state"
+        elif isinstance(one, kinds.CircularBufferSpec):
+            kind = "ring"
         elif not isinstance(one, kinds.FullAttentionSpec):
             raise ValueError(f"the bed has no oracle for {type(one).__name__}")
-        rest = {"checkpoint": _checkpoint(kv_cache_config, one)} if getattr(one, _CHECKPOINTS, 0) else {}
+        rest: dict[str, Any] = (
+            {"checkpoint": _checkpoint(kv_cache_config, one)} if getattr(one, _CHECKPOINTS, 0) else {}
+        )
         own = shard if spec.dcp_sharded else WHOLE
-        found.append(Group(number, spec.block_size * own.size, kind, span, tuple(layers), **rest, shard=own))
-    return tuple(found)
+        rest |= {"cached": bool(spec.prefix_cacheable), "shard": own}
+        found.append(Group(number, spec.block_size * own.size, kind, span, tuple(layers), **rest))
+    return tuple(replace(each, span=pooled) if each.kind == "ring" else each for each in found)
 
 
 _CHECKPOINTS = "num_prefill_checkpoint_blocks"  # vLLM 0.31 keeps states at the end of a step only
@@ -211,7 +243,7 @@ def _heads(spec: Any, ranks: int, rank: int, kv_heads: int) -> range:
     from vllm.v1 import kv_cache_interface as kinds
 
     count = spec.num_heads
-    alike = isinstance(spec, (kinds.MLAAttentionSpec, kinds.SlidingWindowMLASpec))
+    alike = isinstance(spec, (kinds.MLAAttentionSpec, kinds.SlidingWindowMLASpec, kinds.CircularBufferSpec))
     if alike or ranks == 1:
         return range(count)
     attention = not isinstance(spec, kinds.MambaSpec)

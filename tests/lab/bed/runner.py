@@ -95,7 +95,11 @@ class Runner(LoRAModelRunnerMixin):
         return ("generate",)
 
     def get_kv_cache_spec(self) -> Any:
-        return layouts.given_specs(self.settings.given) if self.settings.given else get_kv_cache_spec(self._config)
+        given = self.settings.given
+        if not given or given in layouts.BESIDE:
+            own = get_kv_cache_spec(self._config)
+            return own | layouts.given_specs(given) if given else own
+        return layouts.given_specs(given)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         del max_model_len
@@ -231,7 +235,8 @@ class Runner(LoRAModelRunnerMixin):
             adapter = ""
             if new.lora_request is not None:
                 self._adapters[new.req_id], adapter = new.lora_request, new.lora_request.lora_name
-            self.device.admit(new.req_id, tokens, new.block_ids, new.num_computed_tokens, adapter)
+            replay_start = getattr(new, "replay_start", 0)  # not in vLLM 0.31
+            self.device.admit(new.req_id, tokens, new.block_ids, new.num_computed_tokens, adapter, replay_start)
         cached = output.scheduled_cached_reqs
         for number, name in enumerate(cached.req_ids):
             request, blocks = self.device.requests[name], cached.new_block_ids[number]

@@ -24,6 +24,8 @@ class Request:
         self.known, self.computed, self.blocks = 0, 0, list[list[int]]()
         self.fresh, self.wrong, self.reported = True, False, set[tuple[int, int]]()
         self.drafted: list[int] = []
+        # Of a hit whose end vLLM computes again: where that begins, and where the hit ends.
+        self.replayed = range(0)
         self.seed = self._before = before
         self.extend(tokens)
 
