@@ -71,6 +71,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = configuration.load(transfer.kv_connector_extra_config)
         refusals.check(vllm_config, kv_cache_config)
         self._geometry = geometry.of_engine(vllm_config, kv_cache_config)
+        served = groups.served(kv_cache_config)
         if built.is_child():  # what other children do in the same pass is not known
             self._geometry = dataclasses.replace(self._geometry, ahead=False)
         self._start = start_of(vllm_config)
@@ -112,11 +113,11 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             if self._geometry.world_size > 1:
                 refusals.check_ranks(vllm_config)
             self._tp_rank = get_tensor_model_parallel_rank()
-            self._as_made = hellos.as_made(vllm_config), copy.deepcopy(kv_cache_config)
+            self._as_made = hellos.as_made(vllm_config), copy.deepcopy(served)
             self.worker = built.calling_worker()
             self.keys = namespace.keys_of(
                 vllm_config,
-                kv_cache_config,
+                served,
                 self._tp_rank,
                 self._settings.cache_prefix,
                 self.worker,
@@ -172,7 +173,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler_side is not None:
-            cache = self.scheduler_side.early.cache = PrefixCache(kv_cache_manager, self._geometry.groups)
+            cache = self.scheduler_side.early.cache = PrefixCache(kv_cache_manager, self._geometry)
             self.scheduler_side.cache = cache
 
     # vLLM calls the hooks below for every request or step, with cold caches: they guard themselves, as each call of a
@@ -309,7 +310,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
         user = self._settings.daemon_user
         wait = None if self._settings.start_daemon is None else lambda: None  # for the one that the scheduler starts
         link = self.link = Link(self._settings.socket, hello, map_epoch, keep_ended=True, daemon_user=user, start=wait)
-        self.worker_side = WorkerSide(link, paged, self.keys, copies, self._geometry.groups)
+        self.worker_side = WorkerSide(link, paged, self.keys, copies, one_table=self._geometry.one_table)
         self.worker_side.updates = updates.of_worker(self.worker, eplb=config.parallel_config.enable_eplb)
         self.worker_side.rank = hellos.rank_of(config, self._tp_rank)
         if config.lora_config is not None:

@@ -42,6 +42,18 @@ def frees_behind_steps() -> bool:
     return hasattr(Scheduler, "_request_blocks_can_be_freed")
 
 
+def computed_anew(spec: Any) -> bool:
+    """Whether a layer's KV is outside the prefix cache, and vLLM computes after a hit what a request needs of it."""
+    name = type(spec).__name__
+    return name == "CircularBufferSpec" or (name == "SlidingWindowMLASpec" and getattr(spec, "bounded_replay", False))
+
+
+def replayed_tokens(kv_cache_config: Any) -> int:
+    """Return how many tokens at the end of each hit vLLM computes again, for the groups outside the prefix cache."""
+    specs = (each.kv_cache_spec for each in kv_cache_config.kv_cache_groups)
+    return max((getattr(spec, "prefix_replay_tokens", 0) for spec in specs), default=0)
+
+
 def changes_blocks(output: Any) -> bool:
     """Whether the workers clear or copy blocks at the begin of this step: what is loaded before that would be lost."""
     return any(getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies"))

@@ -47,7 +47,7 @@ class SavedBlocks:
             medium=None,
             lora_name=lora.name if lora else None,
             extra_keys=to_event_extra_keys([extra]),
-            group_idx=group,
+            group_idx=self._geometry.number(group),
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             session_id=request.session_id,

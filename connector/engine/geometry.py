@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from . import compat, groups
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ...kv.groups import Groups
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,28 @@ class Geometry:
     # No step in flight uses blocks that vLLM gives to a request: windows give blocks back at once.
     fenced_blocks: bool = False
     retention: int | None = None
+    # vLLM's numbers of `groups`, where it has others, outside its prefix cache; their blocks are in its tables, too.
+    numbers: tuple[int, ...] | None = None
+    # It computes so many tokens at the end of a hit again, and takes no hit that is not longer.
+    replayed_tokens: int = 0
+
+    @property
+    def one_table(self) -> bool:
+        """Whether a request has one table of blocks."""
+        return len(self.groups) == 1 and self.numbers is None
 
     @property
     def takes_back_loads(self) -> bool:
         """Whether vLLM takes back a synchronous load that failed; an asynchronous one it always does."""
-        return len(self.groups) == 1 and not self.overlapping
+        return self.one_table and not self.overlapping
+
+    def tables(self, all_groups: Sequence[_T]) -> Sequence[_T]:
+        """Return what vLLM has for each of `groups`, of what it has for each of its own groups."""
+        return all_groups if self.numbers is None else [all_groups[number] for number in self.numbers]
+
+    def number(self, group: int) -> int:
+        """Return vLLM's number of one of `groups`."""
+        return group if self.numbers is None else self.numbers[group]
 
     @cached_property
     def block_tokens(self) -> int:
@@ -58,6 +78,7 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
     transfer, rules = vllm_config.kv_transfer_config, rules_of(vllm_config, kv_cache_config)
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
     stages = vllm_config.parallel_config.pipeline_parallel_size
+    served, count = groups.served(kv_cache_config), len(kv_cache_config.kv_cache_groups)
     return Geometry(
         groups=rules,
         world_size=vllm_config.parallel_config.world_size,
@@ -69,14 +90,16 @@ def of_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geomet
         saves=transfer.is_kv_producer,
         spec_kinds=tuple(
             (get_kv_cache_spec_kind(each.kv_cache_spec).value, get_kv_cache_spec_sliding_window(each.kv_cache_spec))
-            for each in kv_cache_config.kv_cache_groups
+            for each in served.kv_cache_groups
         ),
         # vLLM tells ranks that need not step together that there is but one (EngineCoreProc.run_engine_core).
         lockstep=vllm_config.parallel_config.data_parallel_size > 1,
         overlapping=ahead or stages > 1,
         ahead=ahead and stages == 1,
-        fenced_blocks=len(rules) == 1 and compat.frees_behind_steps(),
+        fenced_blocks=count == 1 and compat.frees_behind_steps(),
         retention=kv_cache_config.prefix_cache_retention_interval,
+        numbers=None if len(rules) == count else tuple(kv_cache_config.prefix_cacheable_group_ids),
+        replayed_tokens=compat.replayed_tokens(kv_cache_config),
     )
 
 

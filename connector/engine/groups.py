@@ -1,13 +1,20 @@
-"""The KV groups of a vLLM engine, as rules for what a prefix needs of each; refuse those without such rules."""
+"""The KV groups of a vLLM engine, as rules for what a prefix needs of each; refuse those without such rules.
+
+Groups outside vLLM's prefix cache get none: nobody hashes, saves or loads their blocks.  After a hit vLLM computes them
+anew: a window from the hit's last tokens (bounded replay), and a ring, which holds what is not compressed yet, from the
+next token on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...kv.groups import Group, Groups, Kind
 from ...shmring.wire.attach import MAX_BORDERS
+from . import compat
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
@@ -25,21 +32,26 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool,
     """
     from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 
-    groups = kv_cache_config.kv_cache_groups
-    if len(kv_cache_config.prefix_cacheable_group_ids) < len(groups):
-        raise ValueError(
-            "KV groups outside the prefix cache are not served: "
-            f"groups={len(groups)} prefix_cacheable={len(kv_cache_config.prefix_cacheable_group_ids)}"
-        )
+    groups, cached = kv_cache_config.kv_cache_groups, kv_cache_config.prefix_cacheable_group_ids
+    for number, each in enumerate(groups):
+        if number not in cached and not all(map(compat.computed_anew, layer_specs(each.kv_cache_spec))):
+            names = ",".join(sorted({type(one).__name__ for one in layer_specs(each.kv_cache_spec)}))
+            raise ValueError(
+                f"KV cache of this kind, outside the prefix cache, is not served: group={number} kv_cache_spec={names}"
+            )
     # As vLLM decides which groups have a drafter's KV: all where it flags none; equal ones are looked up as one.
     none = not any(each.is_eagle_group for each in groups)
     flagged = [each.kv_cache_spec for each in groups if each.is_eagle_group or (drafts and none)]
-    rules = tuple(
-        _group(resolve_dcp_kv_cache_spec(each.kv_cache_spec, shards), drafts=each.kv_cache_spec in flagged)
-        for each in groups
-    )
-    found = Groups(rules, hash_tokens)
+    specs = [resolve_dcp_kv_cache_spec(each.kv_cache_spec, shards) for each in groups]
+    rules = (_group(specs[number], drafts=groups[number].kv_cache_spec in flagged) for number in cached)
+    found = Groups(tuple(rules), hash_tokens)
     found.check()
+    # vLLM cuts hits to whole blocks of all groups.
+    if rest := [each.block_size for each in specs if found.unit_tokens % each.block_size]:
+        raise ValueError(
+            "blocks of KV groups outside the prefix cache must divide those of the others: "
+            f"block_tokens={rest[0]} unit_tokens={found.unit_tokens}"
+        )
     for number, group in enumerate(found.groups):
         # vLLM then also counts a prefix that ends inside a block, by a copy of that block.
         longest = group.block_tokens if shards == 1 else found.unit_tokens
@@ -50,6 +62,12 @@ def of_engine(kv_cache_config: KVCacheConfig, hash_tokens: int, *, drafts: bool,
                 "other groups' blocks must be multiples of it)"
             )
     return found
+
+
+def served(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """Return the configuration with the groups of the prefix cache alone: all that is saved and loaded."""
+    chosen = [kv_cache_config.kv_cache_groups[number] for number in kv_cache_config.prefix_cacheable_group_ids]
+    return dataclasses.replace(kv_cache_config, kv_cache_groups=chosen)
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:

@@ -80,12 +80,14 @@ class Claims:
         self._config, self._geometry, self._saves, self._counters = config, geometry, saves, counters
         self._policy, self._now_ns, self._pause = policy, clock.now_ns, clock.pause
         # Of several groups vLLM takes back a load that failed only where it waits for it.
-        self._load_mode = config.load_mode if len(geometry.groups) == 1 else "async"
+        self._load_mode = config.load_mode if geometry.one_table else "async"
         self._adapter_load_mode = "sync" if geometry.takes_back_loads else "async"
         self._in_part, groups = geometry.groups.partial, geometry.groups
         # Groups.names, .digests and .blocks in numbers: on the engine's thread each call of a function takes 3 us.
         self._names, self.hash_tokens, self.proof_tokens = groups.names(1), groups.hash_tokens, groups.proof_tokens
         self.block_tokens = geometry.block_tokens
+        # A hit of so many blocks saves nothing: vLLM computes as many again, and does not take it.
+        self.worthless = geometry.replayed_tokens // geometry.block_tokens
         self._sync_bytes = config.sync_load_max_bytes
         self._copy_ns = copy_ns(geometry.block_bytes, self._sync_bytes)
         self._spin_ns, self._idle_wait_ns = config.spin_us * 1000, config.idle_wait_us * 1000
@@ -157,7 +159,7 @@ class Claims:
         """Hint at a request again; False when all is local or not shared, or when there was no room (counted)."""
         own = request_hints.parse(state.request.kv_hints, state.request.kv_transfer_params)
         state.limit(local_blocks + own.max_load_tokens // self._geometry.block_tokens)
-        if (digests := state.digests) is None or local_blocks >= state.usable:
+        if (digests := state.digests) is None or max(local_blocks, self.worthless) >= state.usable:
             state.need_no_hint()
             return False
         capped = own.max_load_tokens < request_hints.NO_CAP  # of what is loaded: it counts from what is local
@@ -203,7 +205,7 @@ class Claims:
         sleep.
         """
         usable, places, this_pass = state.usable, self._geometry.max_running, self.this_pass
-        if start >= usable:
+        if start >= usable or usable <= self.worthless:
             return NOTHING
         if this_pass.kept_places and running + this_pass.kept_places >= places:
             return PENDING
@@ -254,7 +256,7 @@ class Claims:
         verdict = self._policy.verdict(wait, ready, limit, visit.now_ns, load=visit.load, first=first)
         if verdict in _OVERTAKEN and wait.policy == "adaptive" and not handle.missing:
             handle.missing = max(0, limit - ready)
-            handle.cost_ns = int(self._policy.cost_ns(handle.missing, visit.load))
+            handle.cost_ns = int(self._policy.cost_ns(ready, ready + handle.missing, visit.load))
         if verdict is Verdict.STOP and self._in_part and found > visit.start:
             # With a full ring the next visit that finds the same tries again.
             self._counters["stopped"] += hints.stop(handle, visit.now_ns)
@@ -291,7 +293,7 @@ class Claims:
         wait = self._start_wait(state, max(visit.start, flag.count), visit.now_ns)
         idle = visit.load == 0.0 and not self._geometry.lockstep
         left = (self._idle_wait_ns if idle else self._spin_ns) - self.this_pass.looked_ns
-        if wait.policy == "best_effort" or left <= 0 or self._policy.cost_ns(visit.usable - flag.count, 0.0) < left:
+        if wait.policy == "best_effort" or left <= 0 or self._policy.cost_ns(flag.count, visit.usable, 0.0) < left:
             return flag, visit  # what could come is not worth it
         hints.ask(handle, visit.now_ns)
         found, began_ns = handle.epoch.flags.found, visit.now_ns
@@ -337,9 +339,9 @@ class Claims:
         if wait is not None:
             self._policy.saw(wait, max(visit.start, flag.count), visit.now_ns)
         stop = flag.count
-        if stop <= visit.start:
+        if stop <= visit.start or stop <= self.worthless:
             self._note_found(handle, flag)
-            return self._settle(state, outcome)
+            return self._settle(state, Outcome.RECOMPUTED if stop > visit.start else outcome)
         unit = geometry.block_tokens
         staged = stop * unit
         spans = geometry.groups.spans(handle.local_blocks * unit, staged, visit.start * unit, staged)
@@ -359,7 +361,7 @@ class Claims:
             hidden_ns = self.slack.hidden_ns(visit.now_ns)
             asynchronous = loads_beside(size_bytes, self._sync_bytes, load=visit.load, hidden_ns=hidden_ns)
         self.slack.copies(visit.now_ns, self._copy_ns * count)
-        if (spared_ns := self._policy.cost_ns(count, 0.0)) < math.inf:
+        if (spared_ns := self._policy.cost_ns(visit.start, stop, 0.0)) < math.inf:
             handle.spared_ns = int(spared_ns)
         self._note_found(handle, flag)
         if flag.state == HINTED:

@@ -71,9 +71,11 @@ class Loads:
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the ids of the blocks to load, and the slot of each; nothing where vLLM's blocks are not ours.
 
-        `tables`: vLLM's blocks of each group.
+        `tables`: vLLM's blocks of each of its groups.
         """
         groups, unit = self._geometry.groups, self._geometry.block_tokens
+        if (numbers := self._geometry.numbers) is not None:
+            tables = [tables[number] for number in numbers]
         start, stop, nothing = answer.start * unit, (answer.start + count) * unit, array("I")
         ids = array("I")
         for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):

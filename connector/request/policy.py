@@ -111,16 +111,18 @@ def loads_beside(size_bytes: int, max_bytes: int, *, load: float, hidden_ns: flo
 class WaitPolicy:
     """The verdicts for one engine, from its measured steps and the blocks that its visits see."""
 
-    def __init__(self, steps: StepTimes, block_tokens: int) -> None:
-        self._steps, self._block_tokens = steps, block_tokens
+    def __init__(self, steps: StepTimes, block_tokens: int, replayed_tokens: int = 0) -> None:
+        self._steps, self._block_tokens, self._replayed_tokens = steps, block_tokens, replayed_tokens
         self._came = self._came_ns = 0  # blocks for any request that waited, and when the last ones were seen
 
-    def cost_ns(self, blocks: int, load: float) -> float:
-        """What recomputing so many blocks costs the engine; inf until that was measured. `load`: as in Visit.
+    def cost_ns(self, start: int, stop: int, load: float) -> float:
+        """What recomputing blocks [start, stop) costs the engine; inf until that was measured. `load`: as in Visit.
 
-        With a load of 0 it is the time that recomputing takes: the most that waiting for these blocks can save.
+        Of a hit vLLM computes `replayed_tokens` in any case.  With a load of 0 it is the time that recomputing takes:
+        the most that waiting for these blocks can save.
         """
-        return self._steps.prefill_ns(blocks * self._block_tokens) / (1.0 - load)
+        replayed, size = self._replayed_tokens, self._block_tokens
+        return self._steps.prefill_ns(max(0, stop * size - replayed) - max(0, start * size - replayed)) / (1.0 - load)
 
     def saw(self, wait: Wait, ready: int, now_ns: int) -> None:
         """A visit finds so many blocks ready: more than before, or fewer as some were taken back."""
@@ -149,7 +151,7 @@ class WaitPolicy:
         if wait.policy != "adaptive" or not wait.counts:
             return Verdict.WAIT
         missing = max(0, limit - ready)
-        most = SILENCE * self.cost_ns(missing, load)
+        most = SILENCE * self.cost_ns(ready, ready + missing, load)
         visit = self._steps.decode_ns if load else IDLE_VISIT_NS
         if now_ns - wait.progress_ns > STOP_FACTOR * most or (most < visit and not wait.stopped):
             return Verdict.TAKE

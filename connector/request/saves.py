@@ -94,6 +94,7 @@ class Saves:
     def __init__(self, geometry: Geometry, *, decode: bool, counters: Counter[str], events: SavedBlocks | None) -> None:
         self._geometry, self._decode, self._counters, self._events = geometry, decode, counters, events
         self._ratios = [geometry.groups.ratio(group) for group in range(len(geometry.groups))]
+        self._group_of = {geometry.number(group): group for group in range(len(geometry.groups))}
         self.waiting: dict[int, DispatchedSave] = {}
         self.left = OrderedDict[bytes, _Block]()  # by name, the oldest first
         self._known = Known(geometry.groups)
@@ -148,7 +149,8 @@ class Saves:
         for state in saving:
             if state.tainted or (digests := state.digests) is None:
                 continue
-            for group, block_id, tokens in offers.get(state.request.request_id, ()):
+            for number_in_vllm, block_id, tokens in offers.get(state.request.request_id, ()):
+                group = self._group_of[number_in_vllm]
                 if tokens % groups.unit_tokens == 0 and tokens <= state.prefill_tokens:
                     number = tokens // groups.groups[group].block_tokens - 1
                     block = self._block(state, digests, group, number, block_id)
@@ -186,7 +188,7 @@ class Saves:
         if (digests := state.digests) is None or epoch is None or not (room := epoch.credits.available()):
             state.storable = stop  # `leave` looks which of them the request holds
             return None
-        held = block_ids()
+        held = self._geometry.tables(block_ids())
         state.storable = stop = max(state.saved, min(stop, self._held_blocks(held)))
         wanted, state.saved = self._wanted(state, digests, range(state.saved, stop), held, room)
         if not wanted:
@@ -272,8 +274,9 @@ class Saves:
         if (digests := state.digests) is None:
             self._counters["save_blocks_unsaved"] += state.storable - state.saved
             return
-        held = max(state.saved, min(state.storable, self._held_blocks(block_ids)))
-        left, end = self._wanted(state, digests, range(state.saved, held), block_ids, MAX_LEFT - len(self.left))
+        tables = self._geometry.tables(block_ids)
+        held = max(state.saved, min(state.storable, self._held_blocks(tables)))
+        left, end = self._wanted(state, digests, range(state.saved, held), tables, MAX_LEFT - len(self.left))
         self.left.update((block.name, block) for _, block in left)
         self._counters["save_blocks_unsaved"] += state.storable - end
 

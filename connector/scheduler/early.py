@@ -89,7 +89,7 @@ class EarlyHints:
         if local is None:
             return
         usable = min(usable, local + own.max_load_tokens // self._claims.block_tokens)
-        if local < usable and epoch.status(now := self._now_ns()) == ALIVE:
+        if local < usable > self._claims.worthless and epoch.status(now := self._now_ns()) == ALIVE:
             digests = request.block_hashes if names is None else names.up_to_date()
             handle = self._claims.push(request, digests, (local, usable), epoch, (now, True), own)
             if handle is not None:

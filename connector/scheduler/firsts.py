@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Iterable
 
-from ..engine.steps import StepTimes
 from ..request.loads import Load
+from ..request.policy import WaitPolicy
 from ..request.request_state import RequestState
 from ..request.saves import DispatchedSave
 
@@ -17,9 +17,9 @@ log = logging.getLogger("vllm.kvprefetch")
 class Firsts:
     """Who just installed kvprefetch sees whether it works. `save` and `hit` are true until the first one."""
 
-    def __init__(self, steps: StepTimes, block_tokens: int) -> None:
+    def __init__(self, policy: WaitPolicy, block_tokens: int) -> None:
         self.save = self.hit = True
-        self._steps, self._block_tokens = steps, block_tokens
+        self._policy, self._block_tokens = policy, block_tokens
 
     def saved(self, copied: Iterable[tuple[int, DispatchedSave]]) -> None:
         """All ranks copied these saves, which go to the daemon now."""
@@ -33,6 +33,6 @@ class Firsts:
         self.hit = False
         tokens = len(load.blocks) * self._block_tokens
         prompt = "" if state is None else f" of {state.request.num_prompt_tokens}"
-        saved_s = self._steps.prefill_ns(tokens) / 1e9
+        saved_s = self._policy.cost_ns(load.blocks.start, load.blocks.stop, 0.0) / 1e9
         saved = f", saved {saved_s:.2f} s of computing" if math.isfinite(saved_s) else ""
         log.info("kvprefetch: first prefix from the store: %d%s tokens%s", tokens, prompt, saved)

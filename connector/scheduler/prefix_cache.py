@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-    from ...kv.groups import Groups
+    from ..engine.geometry import Geometry
 
 
 class PrefixCache(LocalCache):
-    def __init__(self, manager: KVCacheManager, groups: Groups) -> None:
+    def __init__(self, manager: KVCacheManager, geometry: Geometry) -> None:
+        groups, numbers = geometry.groups, map(geometry.number, range(len(geometry.groups)))
         self._manager, self._pool = manager, manager.block_pool
         self._ratio = groups.groups[groups.first_full].block_tokens // groups.hash_tokens
         # What vLLM appends to a digest for the key of a group's block.
-        self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), group) for group in range(len(groups))]
+        self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), group) for group in numbers]
         self._suffix = self._suffixes[groups.first_full]
         self._dropped = 1 if groups.proof_tokens else 0  # the last block of a prefix, with drafts
 

@@ -80,8 +80,8 @@ class SchedulerSide(Attachment):
         self.admitted = deque[tuple[int, list[bytes], Sequence[Sequence[Any]]]]()
         self._now_ns, self._hinting = clock.now_ns, config.hint_on_arrival
         self.steps = StepTimes()
-        self.policy = WaitPolicy(self.steps, geometry.block_tokens)
-        self._firsts = Firsts(self.steps, geometry.block_tokens)
+        self.policy = WaitPolicy(self.steps, geometry.block_tokens, geometry.replayed_tokens)
+        self._firsts = Firsts(self.policy, geometry.block_tokens)
         saves = self.saves if self._saving else None
         self.uses = Uses(geometry, link, saves)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
@@ -128,7 +128,7 @@ class SchedulerSide(Attachment):
                     local = self.cache.tokens(request) // geometry.block_tokens
                     if own is not NO_HINTS:
                         usable = min(usable, local + own.max_load_tokens // geometry.block_tokens)
-                    if local < usable:
+                    if local < usable > claims.worthless:
                         handle = claims.push(request, digests, (local, usable), epoch, (now, False), own)
                         if handle is None:
                             full = epoch

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ...kv.groups import Groups
 from ..attach.epoch import WorkerEpoch
 from ..attach.link import Link
 from ..copy.paged import PagedCache
@@ -43,11 +42,11 @@ class WorkerSide:
     """
 
     def __init__(
-        self, link: Link[WorkerEpoch], paged: PagedCache, keys: RankKeys, copies: PlainCopies, groups: Groups
+        self, link: Link[WorkerEpoch], paged: PagedCache, keys: RankKeys, copies: PlainCopies, *, one_table: bool
     ) -> None:
         self.link, self.paged, self.keys, self.copies = link, paged, keys, copies
         self.adapters: AdapterReads | None = None
-        self._one_group = len(groups) == 1
+        self._one_table = one_table
         self._running: list[_Batch] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -119,7 +118,7 @@ class WorkerSide:
         if error is not None:
             # A bug or a broken machine: the scheduler side answers only for mapped, verified blocks.
             log.error("kvprefetch: load failed: request=%s: %s", order.request_id, error)
-        if self._one_group:
+        if self._one_table:
             self._failed_blocks.update(order.block_ids)
         else:  # vLLM cannot tell blocks of several groups apart; all of their loads are asynchronous
             self._failed_requests.add(order.request_id)

@@ -32,7 +32,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowMLASpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -142,6 +142,7 @@ class Options:
     second_runner: bool = False
     role: str = "kv_both"
     policy: str = "recompute"
+    replayed: int = 0  # tokens of a window outside the prefix cache, in a group before the other one
     credits: Sequence[int] = ()
 
 
@@ -164,6 +165,10 @@ class RealEngine:
         self.memory: list[torch.Tensor] = []  # of each rank: layer, block, token, head, bytes
         config = self._config(folder, options)
         cache = cache_config(given.blocks, GROUPS, page_bytes=BLOCK_BYTES // LAYERS)
+        if given.replayed:
+            heads: dict[str, Any] = {"block_size": BLOCK // 2, "num_kv_heads": 1, "head_size": 8, "dtype": torch.uint8}
+            window = SlidingWindowMLASpec(**heads, sliding_window=given.replayed, bounded_replay=True)
+            cache.kv_cache_groups.insert(0, KVCacheGroupSpec(["window"], window))
         self.workers = [self._worker(config, cache, rank) for rank in range(given.ranks)]
         side = functools.partial(SchedulerSide, clock=self.clock)
         with (

@@ -43,17 +43,14 @@ CACHE = {
     "block_size": 32, "prefix_match_unit": None, "enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256",
 }  # fmt: skip
 SINK = kinds.SinkFullAttentionSpec(block_size=32, **HEADS, sink_len=4)
+HOST = kinds.HiSparseHotSpec(block_size=32, page_size=4096, blocks_per_request=2)
 
 
-def kv_cache_config(specs: list[Any] | None = None, cacheable: int = 1, blocks: int = 16) -> Any:
-    return SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=one, layer_names=["layer"], is_eagle_group=False) for one in specs or [FULL]
-        ],
-        prefix_cacheable_group_ids=tuple(range(cacheable)),
-        kv_cache_tensors=[SimpleNamespace(size=blocks * 4096)],
+def kv_cache_config(specs: list[Any] | None = None, blocks: int = 16) -> Any:
+    return kinds.KVCacheConfig(
         num_blocks=blocks,
-        hisparse_host_num_blocks=None,
+        kv_cache_tensors=[kinds.KVCacheTensor(blocks * 4096, ["layer"], blocks * 4096, 4096)],
+        kv_cache_groups=[kinds.KVCacheGroupSpec(["layer"], one) for one in specs or [FULL]],
         prefix_cache_retention_interval=0,
     )
 
@@ -121,7 +118,7 @@ def refused(reason: str, changes: dict[str, Any], cache: Any = None, *marks: Any
 
 
 REFUSED = [
-    refused("outside the prefix cache .*=0$", {}, kv_cache_config([FULL], 0)),
+    refused("of this kind, outside the prefix cache, .*=1 kv_cache_spec=HiSparse", {}, kv_cache_config([FULL, HOST])),
     # vLLM cannot make one group of these, so nothing is advised.
     refused(
         f"{FULL_ONLY}1 kinds=window$",
@@ -129,7 +126,7 @@ REFUSED = [
         kv_cache_config([WINDOW]),
         pytest.mark.shows("saved, then loaded: tokens equal", "sliding windows alone", refused=True),
     ),
-    refused(f"{FULL_ONLY}2 kinds=chunk,window$", {}, kv_cache_config([WINDOW, CHUNKS], 2)),
+    refused(f"{FULL_ONLY}2 kinds=chunk,window$", {}, kv_cache_config([WINDOW, CHUNKS])),
     refused(
         f"{FULL_ONLY}1 kinds=state$",
         {},
@@ -139,7 +136,7 @@ REFUSED = [
     refused(
         "has no drafts: group=1 kind=chunk",
         EAGLE,
-        kv_cache_config([FULL, CHUNKS], 2),
+        kv_cache_config([FULL, CHUNKS]),
         pytest.mark.shows("EAGLE drafts", "full attention and chunks", refused=True),
     ),
     refused("of this kind is not served: kv_cache_spec=SinkFullAttentionSpec$", {}, kv_cache_config([SINK])),
@@ -252,7 +249,7 @@ def test_every_engine_says_how_it_hashes_also_with_several_hashes_a_block(tmp_pa
     window = kinds.SlidingWindowSpec(64, **HEADS, sliding_window=128)
     settings = configuration.load({"wait_policy": "timeout", "socket": "/s"})
     for specs in ([FULL], [FULL, window]):
-        config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs, cacheable=len(specs))
+        config, cache = vllm_config(tmp_path / "s"), kv_cache_config(specs)
         numbers = geometry.of_engine(config, cache)
         assert numbers.block_tokens == len(specs) * numbers.groups.hash_tokens
         said = hellos.of_scheduler(config, start_of(config), numbers, settings).scheduler

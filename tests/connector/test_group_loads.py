@@ -14,7 +14,7 @@ from kvprefetch.shmring.wire.records import FlagState, Outcome
 from .fakes import BLOCK, Engine, Request
 from .reports import Blocks, scheduled_output
 from .test_worker import EPOCH, make
-from .waiting import measured
+from .waiting import TOKEN_MS, measured
 
 # A window of two blocks beside full attention.
 GROUPS = Groups((Group(Kind.WINDOW, BLOCK, 2 * BLOCK + 1), Group(Kind.FULL, BLOCK)), BLOCK)
@@ -24,7 +24,7 @@ ALL = [11, 12, 13, 14, 15, 16, 17]
 
 
 def make_engine(**options: Any) -> Engine:
-    return Engine(groups=GROUPS, **options)
+    return Engine(**{"groups": GROUPS, **options})
 
 
 def stage(engine: Engine, name: str, blocks: int, *, ready: bool = True) -> list[int]:
@@ -78,6 +78,66 @@ def test_where_vllms_blocks_are_not_the_rules_the_load_fails_and_nothing_is_comp
     assert worker.failed_requests() == {"r"} == worker.received()
     assert worker.failed_requests() == set()
     assert not cache.any()
+
+
+# Of vLLM's four groups the first and the third take no part in its prefix cache; their blocks would be wrong ones.
+DECOYS = [91, 92, 93, 94, 95, 96, 97], [98]
+
+
+def test_groups_outside_the_prefix_cache_have_tables_of_their_own() -> None:
+    """A load fills, and saves read, the blocks of the others alone; vLLM's events have its own numbers of groups."""
+    engine = make_engine(
+        numbers=(1, 3), credits=range(9), retention=0, publish=True, spec_kinds=(("a", 3), ("b", None))
+    )
+    request = engine.add("r", 6 * BLOCK + 5)
+    slots = stage(engine, "r", 6)
+    assert engine.match(request) == (6 * BLOCK, True)
+    order = allocated(engine, request, 6 * BLOCK, (DECOYS[0], WINDOWS, DECOYS[1], FULL))
+    assert (list(order.block_ids), list(order.slots)) == ([14, 15, *FULL[:6]], slots)
+    engine.side.finished(request, (DECOYS[0], WINDOWS, DECOYS[1], FULL))
+    other = engine.admitted("s", 6 * BLOCK + 5)
+    meta = engine.step([(other, 6 * BLOCK + 5)], tables=(DECOYS[0], ALL, DECOYS[1], FULL))
+    assert [block for save in meta.saves for block in save.block_ids] == [15, 16, *FULL[:6]]
+    assert engine.side.events is not None
+    events = [event for of_slots in engine.side.events.saving.values() for event in of_slots.values()]
+    assert [event.group_idx for event in events] == [1, 1, 3, 3, 3, 3, 3, 3]
+    last = engine.admitted("t", 3 * BLOCK + 5)
+    engine.step([(last, 3 * BLOCK + 5)], tables=(DECOYS[0], ALL, DECOYS[1], FULL))
+    engine.side.finished(last, (DECOYS[0], ALL, DECOYS[1], FULL))
+    assert {block.block_id for block in engine.side.saves.left.values()} <= {*ALL, *FULL}
+    assert engine.side.saves.left
+
+
+@pytest.mark.parametrize("staged", [1, 2, 3])
+def test_a_hit_of_which_vllm_computes_all_again_is_neither_awaited_nor_claimed(staged: int) -> None:
+    """vLLM computes two blocks again, and takes no hit that is not longer; what a longer one spares is less by that."""
+    engine = measured(max_running=64, numbers=(1,), replayed_tokens=2 * BLOCK)
+    request = engine.add("r", 40 * BLOCK + 1)
+    engine.daemon.stage("r", staged)
+    assert engine.match(request) == ((3 * BLOCK, True) if staged == 3 else NOTHING)
+    if staged == 3:
+        handle = engine.side.requests["r"].handle
+        assert handle is not None
+        assert handle.spared_ns == pytest.approx(BLOCK * TOKEN_MS * 1e6, rel=0.05)
+        return
+    engine.daemon.drain()
+    assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED
+    assert engine.side.counters["loads"] == 0
+
+
+def test_a_prompt_of_which_vllm_computes_all_again_is_not_hinted_at() -> None:
+    """Nor when the scheduler asks, nor where the request allows no longer hit."""
+    engine = make_engine(groups=Groups(GROUPS.groups[1:], BLOCK), numbers=(1,), replayed_tokens=2 * BLOCK)
+    for name, tokens in (("short", 3 * BLOCK), ("capped", 9 * BLOCK)):
+        capped = {"max_load_tokens": 2 * BLOCK} if name == "capped" else None
+        request = engine.add(name, tokens, kv_transfer_params=capped)
+        engine.daemon.drain()
+        assert [hint.request_id for hint in engine.daemon.hints] == [], name
+        assert [engine.match(request) for _ in range(3)][-1] == NOTHING, name
+    engine.daemon.drain()
+    assert engine.daemon.hints == []
+    engine.add("long", 4 * BLOCK)
+    assert engine.daemon.hint("long").blocks == 3
 
 
 def test_part_of_an_answer_cannot_be_loaded() -> None:

@@ -63,6 +63,17 @@ def test_states_of_no_use_are_not_saved() -> None:
     assert states(engine, step(engine, old, 2 * BLOCK, (0, 80, 2 * BLOCK))) == {}
 
 
+def test_a_state_is_that_of_the_group_that_vllm_means() -> None:
+    """Where vLLM has groups outside its prefix cache, these count in its numbers."""
+    engine = make_engine(numbers=(1, 2, 4))
+    request = engine.admitted("r", 4 * BLOCK + 5)
+    tables = ([9] * 40, [0] * 40, list(range(200, 240)), [9], [0] * 40)
+    offers = {"r": ((1, 77, 4 * BLOCK), (4, 78, 4 * BLOCK))}
+    meta = engine.step([(request, 4 * BLOCK)], tables=tables, offers=offers)
+    digest = request.block_hashes[3]
+    assert states(engine, meta) == {digest + b"\0": 77, digest + b"\2": 78}
+
+
 def test_states_come_before_what_a_running_request_keeps_and_wait_where_vllm_may_reuse_their_block() -> None:
     engine = make_engine(credits=[0])
     request = engine.admitted("r", 4 * BLOCK + 5)

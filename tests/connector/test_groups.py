@@ -22,7 +22,15 @@ MLA = kinds.MLAAttentionSpec(**HEADS)
 WINDOW = kinds.SlidingWindowSpec(**HEADS, sliding_window=100)
 MLA_WINDOW = kinds.SlidingWindowMLASpec(**HEADS, sliding_window=100)
 CHUNK = kinds.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=128)
+AGAIN = dataclasses.replace(MLA_WINDOW, bounded_replay=True)
+RING = kinds.CircularBufferSpec(**{**HEADS, "block_size": 8})
 STATE = kinds.MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+HOT = kinds.HiSparseHotSpec(block_size=32, page_size=4096, blocks_per_request=2)
+
+
+class OwnRing(kinds.CircularBufferSpec):  # type: ignore[name-defined]
+    """Of a model that brings its own kind."""
 
 
 def cache(*specs: Any, eagle: tuple[int, ...] = ()) -> Any:
@@ -52,6 +60,9 @@ def test_one_group_of_full_attention_may_draft(spec: Any) -> None:
         ((FULL, STATE, STATE), (Group(Kind.FULL, 32), Group(Kind.STATE, 32), Group(Kind.STATE, 32))),
         ((FULL, WINDOW, STATE), (Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 100), Group(Kind.STATE, 32))),
         ((uniform(FULL, MLA), uniform(WINDOW, WINDOW)), (Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 100))),
+        # Outside the prefix cache: no rules, and no drafts where these alone have a drafter's KV.
+        ((AGAIN, MLA, RING, WINDOW), (Group(Kind.FULL, 32), Group(Kind.WINDOW, 32, 100))),
+        ((uniform(AGAIN, AGAIN), uniform(RING), MLA), (Group(Kind.FULL, 32),)),
         # vLLM retains these tokens below the window for drafts, and gives a load blocks for them.
         (
             (FULL, dataclasses.replace(WINDOW, extra_retained_tokens=3)),
@@ -82,6 +93,9 @@ def test_ranks_that_share_tokens_make_blocks_longer_where_they_do() -> None:
         ("layers of one KV group differ", (FULL, uniform(WINDOW, dataclasses.replace(WINDOW, sliding_window=50)))),
         ("mamba_cache_mode=none", (FULL, dataclasses.replace(STATE, mamba_cache_mode="none"))),
         ("kv_cache_spec=CrossAttentionSpec", (FULL, kinds.CrossAttentionSpec(**HEADS))),
+        ("group=1 kv_cache_spec=HiSparseHotSpec$", (FULL, HOT)),
+        ("group=0 kv_cache_spec=OwnRing$", (OwnRing(**{**HEADS, "block_size": 8}), FULL)),
+        ("must divide .*block_tokens=12 unit_tokens=32$", (FULL, dataclasses.replace(RING, block_size=12))),
         ("kv_cache_spec=RSWASpec", (FULL, kinds.RSWASpec(**HEADS, rswa_window=8))),
         ("no multiple of the hash block: group=1 block_tokens=48", (FULL, dataclasses.replace(WINDOW, block_size=48))),
         (
@@ -105,6 +119,8 @@ def test_groups_without_rules_are_refused_in_one_line(words: str, specs: tuple[A
         ((FULL, WINDOW), (0,), (True, False)),
         ((FULL, FULL, WINDOW), (1,), (True, True, False)),  # equal groups are looked up as one
         ((FULL, WINDOW, WINDOW, STATE), (2,), (False, True, True, False)),
+        ((AGAIN, FULL), (), (True,)),
+        ((AGAIN, FULL), (0,), (False,)),
     ],
 )
 def test_groups_have_drafts_as_vllm_decides_it(
@@ -114,7 +130,8 @@ def test_groups_have_drafts_as_vllm_decides_it(
 
     config = cache(*specs, eagle=flagged)
     managers = KVCacheManager(config, 1 << 10, 32, 32, use_eagle=True).coordinator.single_type_managers
-    assert tuple(each.use_eagle and spec is not STATE for each, spec in zip(managers, specs, strict=True)) == drafted
+    theirs = [(managers[number].use_eagle, specs[number]) for number in config.prefix_cacheable_group_ids]
+    assert tuple(drops and spec is not STATE for drops, spec in theirs) == drafted
     found = groups.of_engine(config, 32, drafts=True)
     assert tuple(rule.drafts for rule in found.groups) == drafted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvprefetch.connector.engine.groups import served
 from kvprefetch.connector.identity import namespace
 
 data = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
@@ -56,7 +58,10 @@ def upstream(config: Any, cache: Any, tp_rank: int, pp_rank: int, cache_prefix: 
 
 
 def groups_of(kinds: str) -> list[Any]:
-    """Layers of full attention (F), windows (W), MLA (M) and its windows (m), states (S), and a wrapped M and m (U)."""
+    """Layers of full attention (F), windows (W), MLA (M) and its windows (m), states (S), and a wrapped M and m (U).
+
+    Outside the prefix cache: windows that vLLM computes again after a hit (a), rings (r).
+    """
     from vllm.v1 import kv_cache_interface as vllm
 
     heads = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
@@ -67,6 +72,8 @@ def groups_of(kinds: str) -> list[Any]:
         "m": vllm.SlidingWindowMLASpec(**heads, sliding_window=64),
         "S": vllm.MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"),
     }
+    made["a"] = dataclasses.replace(made["m"], bounded_replay=True)
+    made["r"] = vllm.CircularBufferSpec(**{**heads, "block_size": 8})
     made["U"] = vllm.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": made["M"], "b": made["M"]})
     return [made[kind] for kind in kinds]
 
@@ -79,6 +86,7 @@ def groups_of(kinds: str) -> list[Any]:
         (1, 1, "FWS", 1), (4, 4, "FSS", 1), (4, 2, "FWW", 1), (4, 8, "Mm", 1), (4, 8, "UmM", 1),
         (4, 2, "FS", 1), (2, 2, "MS", 1), (2, 8, "MW", 1), (4, 1, "SF", 1), (8, 2, "MFS", 1),
         (2, 1, "F", 2), (8, 2, "F", 4), (4, 1, "M", 2), (4, 1, "U", 4), (4, 1, "MS", 2), (8, 1, "FM", 4),
+        (4, 1, "arMa", 1), (4, 2, "rSFS", 1),
     ],
 )  # fmt: skip
 def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, dcp_size: int, cache_prefix: str) -> None:
@@ -89,7 +97,7 @@ def test_keys_equal_upstreams(tp_size: int, kv_heads: int, kinds: str, dcp_size:
     once.
     """
     slots = range(64)
-    cache = kv_cache_config(groups_of(kinds), len(kinds))
+    cache = served(kv_cache_config(groups_of(kinds)))
     for pp_rank in (0, 1):
         put: list[str] = []
         theirs: list[str] = []

@@ -44,7 +44,7 @@ from .fakes import fails_with
 from .test_stats import transfer
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 40
+COUNT = 41
 Patch = pytest.MonkeyPatch
 
 

@@ -83,6 +83,15 @@ def steps_of(world: World, *, busy: bool) -> StepTimes:
     return steps
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "tokens"), [(0, 4, 32), (0, 2, 0), (0, 3, 16), (1, 2, 0), (1, 5, 48), (2, 5, 48), (4, 6, 32)]
+)
+def test_what_vllm_computes_again_of_a_hit_is_worth_nothing(start: int, stop: int, tokens: int) -> None:
+    """The window at the end of whatever is a hit: `start` blocks without this load, `stop` with it."""
+    policy = WaitPolicy(steps_of(World(1000, 5 * MS, 100, []), busy=False), 16, replayed_tokens=2 * 16)
+    assert policy.cost_ns(start, stop, 0.0) == pytest.approx(tokens * 1000)
+
+
 def serve(world: World, policy: WaitPolicy, begun: int, *, busy: bool, wait_policy: Policy = "adaptive") -> int:
     """When the prefix is computed, in ns after the first visit."""
     wait = Wait(wait_policy, 3_600_000, begun, world.ready(0))
@@ -218,7 +227,7 @@ def test_what_was_taken_back_is_waited_for_again_within_the_same_silence(policy:
 
 def test_before_a_prefill_was_measured_every_request_waits_until_its_bound() -> None:
     policy = WaitPolicy(StepTimes(), BLOCK_TOKENS)
-    assert policy.cost_ns(1, 0.0) == math.inf
+    assert policy.cost_ns(0, 1, 0.0) == math.inf
     wait = begin()
     assert {look(policy, wait, 0, at) for at in (0, 100, 4999)} == {Verdict.WAIT}
     assert look(policy, wait, 0, 5000) is Verdict.TIMED_OUT

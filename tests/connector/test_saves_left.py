@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from kvprefetch.connector.request import saves
 from kvprefetch.connector.scheduler.prefix_cache import PrefixCache
 
-from .fakes import BLOCK, Engine, Request, one_group
+from .fakes import BLOCK, GEOMETRY, Engine, Request
 from .real import RealEngine
 from .test_scheduler_saves import saved_digests
 
@@ -175,7 +175,7 @@ def test_after_a_reset_it_looks_at_what_the_engine_cached_since() -> None:
     """vLLM replaces the map of cached blocks at each reset."""
     pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=BLOCK)
     manager: Any = SimpleNamespace(block_pool=pool, get_computed_blocks=lambda _: (None, BLOCK))
-    cache = PrefixCache(manager, one_group())
+    cache = PrefixCache(manager, GEOMETRY)
 
     def put(digest: bytes) -> list[Any]:
         blocks = pool.get_new_blocks(1)

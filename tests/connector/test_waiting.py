@@ -120,12 +120,12 @@ def test_what_a_prefill_token_takes_is_measured_in_the_engines_steps_drafts_and_
     computed = request.num_computed_tokens
     engine.step([(request, 2000 - computed)], step_ms=5 + 0.5 * (2000 - computed))
     cost_ns = engine.side.policy.cost_ns
-    assert cost_ns(10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
+    assert cost_ns(0, 10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
     request.num_computed_tokens = 1999
     for _ in range(30):
         engine.step([(request, 5)], step_ms=50)  # one token and four drafts
         request.num_computed_tokens = 1999
-    assert cost_ns(10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
+    assert cost_ns(0, 10, 0.0) == pytest.approx(10 * BLOCK * 0.5 * MS)
 
 
 def test_a_wait_begins_anew_when_local_blocks_are_lost() -> None:

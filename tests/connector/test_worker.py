@@ -56,7 +56,7 @@ def make(
     fill[:] = np.arange(SLOTS)[:, None] + 1
     attached = Attached(epoch=EPOCH, segment_bytes=segment.size_bytes, slot_count=SLOTS, slot_bytes=16)
     epoch = WorkerEpoch(attached, segment)
-    side = WorkerSide(FakeWorkerLink(epoch), paged, keys, PlainCopies(paged), groups)  # type: ignore[arg-type]
+    side = WorkerSide(FakeWorkerLink(epoch), paged, keys, PlainCopies(paged), one_table=len(groups) == 1)  # type: ignore[arg-type]
     return side, cache, epoch.rows, paged
 
 
