@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.conftest import Site, hits, served
 from tests.lab.adapter import make_adapter
 from tests.lab.engine import Engine, EngineSpec
@@ -16,6 +18,7 @@ WARM = make_prompts(1, 40, seed=73)  # a step in which the ranks read an adapter
 LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
 
 
+@pytest.mark.shows("LoRA")
 def test_a_replaced_adapter_is_another_and_an_unchanged_one_is_shared(
     site: Site, engines: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import BLOCK, Site, hits
+from tests.e2e.conftest import BLOCK, RUNS_GRANITE, Site, hits
 from tests.lab import connectors
 from tests.lab.adapter import make_adapter
 from tests.lab.bed import engine as bed
@@ -32,7 +32,11 @@ BOTH = [(runner, scheduling) for runner in ("v2", "v1") for scheduling in ("asyn
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 DRAFTED = "EAGLE with windows"
+MIXED = "fp8 beside bfloat16"
 MULTI = "below MultiConnector"
+UNITED = "windows in the group of full attention"
+IN_CHUNKS = "windows among chunks"
+IN_STATES = "windows among states"
 SOME = "context of some groups"
 
 
@@ -51,9 +55,18 @@ CASES: dict[str, dict[str, Any]] = {
     "states and a ring": {"layout": "states and a ring", "num_gpu_blocks": 80},
     "windows": {"layout": "windows", "num_gpu_blocks": 60},
     "chunks": {"layout": "chunks", "num_gpu_blocks": 60},
+    IN_CHUNKS: {
+        "layout": "chunks in two of three layers",
+        "prepare": "tests.lab.hybrid:windows_among_chunks",
+        "num_gpu_blocks": 80,
+    },
     "unlike heads": {"layout": "unlike heads", "num_gpu_blocks": 60},
+    UNITED: {"layout": "windows", "num_gpu_blocks": 60, "extra": {"disable_hybrid_kv_cache_manager": True}},
+    MIXED: {"dtype": "bfloat16", "extra": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]}},
     "states": {"layout": "states", "num_gpu_blocks": 60},
-    "drafts": {"scheduling": "sync", "extra": {"speculative_config": NGRAM}},
+    IN_STATES: {"layout": "states", "prepare": "tests.lab.hybrid:windows_among_states", "num_gpu_blocks": 100},
+    "linear states": {"layout": "linear states", "num_gpu_blocks": 60, "dtype": "bfloat16"},
+    "drafts": {"scheduling": "sync", "runner": "v1", "extra": {"speculative_config": NGRAM}},
     "EAGLE": {"drafter": True},
     "EAGLE with V1": {"drafter": True, "runner": "v1"},
     DRAFTED: {"drafter": True, "layout": "windows", "num_gpu_blocks": 80},
@@ -75,10 +88,20 @@ CASES: dict[str, dict[str, Any]] = {
     "two stages with V1": {"pipeline_parallel": 2, "runner": "v1", "scheduling": "sync"},
 }
 SHOWING = {
-    DRAFTED: pytest.mark.shows("EAGLE drafts", "full attention and sliding windows"),
-    "context": pytest.mark.shows("decode context parallelism"),
-    "context, MLA": pytest.mark.shows("decode context parallelism", "MLA"),
-    "prefill context": pytest.mark.shows("prefill context parallelism", "MLA"),
+    IN_CHUNKS: [pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and chunks")],
+    "states": [RUNS_GRANITE],
+    IN_STATES: [
+        RUNS_GRANITE,
+        pytest.mark.shows("saved, then loaded: tokens equal", "full attention, sliding windows and Mamba"),
+    ],
+    UNITED: [pytest.mark.shows("`--disable-hybrid-kv-cache-manager`", "full attention and sliding windows")],
+    MIXED: [pytest.mark.shows("FP8 KV")],
+    "drafts": [pytest.mark.shows("n-gram drafts")],
+    "EAGLE": [pytest.mark.shows("EAGLE drafts")],
+    DRAFTED: [pytest.mark.shows("EAGLE drafts", "full attention and sliding windows")],
+    "context": [pytest.mark.shows("decode context parallelism")],
+    "context, MLA": [pytest.mark.shows("decode context parallelism", "MLA")],
+    "prefill context": [pytest.mark.shows("prefill context parallelism", "MLA")],
 }
 
 
@@ -220,7 +243,7 @@ def test_no_layout_gives_an_alarm(template: Template, tmp_path: Path, case: str)
     "case",
     [
         *sorted(CASES.keys() - SHOWING.keys()),
-        *(pytest.param(case, marks=mark) for case, mark in SHOWING.items()),
+        *(pytest.param(case, marks=marks) for case, marks in SHOWING.items()),
     ],
 )
 def test_every_layout_is_loaded_as_it_was_saved(site: Site, tmp_path: Path, case: str) -> None:

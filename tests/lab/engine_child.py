@@ -83,8 +83,8 @@ class Child:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if prepare:
-            named(prepare)()
+        for each in prepare.split():
+            named(each)()
         if engine_args["kv_transfer_config"] is not None:
             if engine_args["kv_transfer_config"]["kv_connector"] == "LMCacheMPConnector":
                 let_numba_be_imported_first()

@@ -28,6 +28,7 @@ def spec(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     model: Path | None = None,
+    prepare: str = "",
     extra: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
     **changes: Any,
@@ -45,7 +46,7 @@ def spec(
         model=layouts.MODELS[known](CHECKPOINTS) if model is None else model,
         kv_transfer=connector,
         tensor_parallel_size=tensor_parallel,
-        prepare="tests.lab.bed.worker:install",
+        prepare=f"tests.lab.bed.worker:install {prepare}",
         extra={
             "worker_cls": "tests.lab.bed.worker.Worker",
             "distributed_executor_backend": executor,

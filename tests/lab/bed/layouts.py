@@ -19,8 +19,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "two heads": lambda folder: make_checkpoint(folder, TINY_TP2),
     "windows": lambda folder: _once(folder / "gemma3", hybrid.make_gemma3),
     "chunks": lambda folder: _once(folder / "llama4", hybrid.make_llama4),
+    "chunks in two of three layers": lambda folder: _once(folder / "llama4-3", lambda at: hybrid.make_llama4(at, 3)),
     "unlike heads": lambda folder: _once(folder / "mimo", hybrid.make_mimo),
     "states": lambda folder: _once(folder / "granite", hybrid.make_granite),
+    "linear states": lambda folder: _once(folder / "qwen3-next", hybrid.make_qwen3_next),
 }
 """Layouts of models that vLLM's CPU build has: writes (or finds) the checkpoint in a folder, returns its own folder."""
 

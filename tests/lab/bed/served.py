@@ -117,8 +117,8 @@ def prepared(engine_args: dict[str, Any], prepare: str) -> dict[str, Any]:
     """Call what the engine's spec wants called; return its arguments with objects in the place of names."""
     from vllm.config import KVTransferConfig
 
-    if prepare:
-        engine_child.named(prepare)()
+    for each in prepare.split():
+        engine_child.named(each)()
     transfer, executor = engine_args["kv_transfer_config"], engine_args["distributed_executor_backend"]
     if transfer is not None:
         if transfer["kv_connector"] == "LMCacheMPConnector":
