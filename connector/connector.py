@@ -384,11 +384,10 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Failed loads too, where the worker side names their requests."""
-        results, side = KVConnectorTransferResults(), self.worker_side
-        if side is not None:
-            results.finished_recving = side.received()
-            results.failed_recving = side.failed_requests() if side.failed else set()
-        return results
+        if (side := self.worker_side) is None:
+            return KVConnectorTransferResults()
+        failed = side.failed_requests() if side.failed else set()
+        return KVConnectorTransferResults(finished_recving=side.received(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         side = self.worker_side
