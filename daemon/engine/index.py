@@ -46,7 +46,6 @@ class Entry(BaseModel):
         return re.sub(r"@group:\d+@", f"@group:{name[-1]}@", self.prefix) + name[:-1].hex()
 
     def place(self, owner: str) -> str:
-        """Return the entry's own key."""
         text = json.dumps(self.fields, sort_keys=True).encode()
         return _place(owner, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % SLOTS)
 
