@@ -11,6 +11,7 @@ twice as many each time.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..engine import compat
@@ -64,8 +65,9 @@ class Slack:
         return began_ns + min(duration_ns, LONGEST_NS) - LAUNCH_NS - max(now_ns, self._copied_ns) if began_ns else 0.0
 
     def copies(self, now_ns: int, copy_ns: float) -> None:
-        """One more load is ordered. Copies wait for each other, those beside a forward, too."""
-        self._copied_ns = max(now_ns, self._copied_ns) + copy_ns
+        """One more load is ordered. Copies wait for each other, those beside a forward, too; inf: it is not known."""
+        if copy_ns < math.inf:
+            self._copied_ns = max(now_ns, self._copied_ns) + copy_ns
 
     def overlaps(self, output: Any) -> bool:
         """Whether the copies of this pass may run beside the step under way. `output`: vLLM's, of this pass."""

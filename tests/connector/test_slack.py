@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -185,6 +186,17 @@ def test_a_step_of_a_minute_has_no_later_pass_wait_as_long() -> None:
     steps.ended(60_000 * MS)
     steps.began(60_000 * MS, 2000, executed=True)
     assert slack.until_ns(state, 0) <= 60_500 * MS
+
+
+def test_a_copy_of_unknown_length_ends_no_wait() -> None:
+    """As with `sync_load_max_bytes` 0, where all loads are asynchronous."""
+    steps = StepTimes()
+    _, state = slack_of(steps)
+    slack = Slack(steps, allowed=True, overlap=True)
+    steps.decode_ns = 50.0 * MS
+    steps.began(1000 * MS, 0, executed=True)
+    slack.copies(1000 * MS, math.inf)
+    assert slack.until_ns(state, 1000 * MS, math.inf) > 1030 * MS
 
 
 def test_loads_overlap_a_step_under_way_in_which_no_block_is_cleared_or_copied() -> None:
