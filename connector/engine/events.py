@@ -6,6 +6,7 @@ are not published: the store makes them on its own.  A reset goes with vLLM's ow
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,12 +23,13 @@ MEDIUM_MEMORY = "cpu"
 class SavedBlocks:
     """Events of the blocks on their way into the store; but for its medium, each equals the engine's own event.
 
-    `saving`: save id -> slot -> event without its medium.
+    `saving`: of each slot the last two saves that filled it, and the block's event without its medium.  A report may
+    come after the slot was filled again; one that was lost leaves no more than that.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self.saving: dict[int, dict[int, BlockStored]] = {}
+        self.saving: dict[int, deque[tuple[int, BlockStored]]] = {}
 
     def describe(self, request: Any, block: int, group: int) -> BlockStored:
         """The event of a request's full block of a KV group, without its medium."""
@@ -57,15 +59,22 @@ class SavedBlocks:
         """Return the events of blocks that the daemon's reports place in the store, each once."""
         events = []
         for stored in reports:
-            slots = self.saving.get(stored.save_id)
-            if slots is None:
-                continue  # dropped meanwhile, or of an ended epoch
             for medium, which in ((MEDIUM_MEMORY, stored.memory), (MEDIUM_STORAGE, stored.disk), (None, stored.failed)):
                 for slot in which:
-                    event = slots.pop(slot, None)
-                    if event is not None and medium is not None:
+                    if (event := self.drop(stored.save_id, slot)) is not None and medium is not None:
                         event.medium = medium
                         events.append(event)
-            if not slots:
-                del self.saving[stored.save_id]
         return events
+
+    def begin(self, save_id: int, slot: int, event: BlockStored) -> None:
+        """A block is copied into this slot."""
+        self.saving.setdefault(slot, deque(maxlen=2)).append((save_id, event))
+
+    def drop(self, save_id: int, slot: int) -> BlockStored | None:
+        """Forget what this save has in the slot; return its event, None where it was dropped, or its epoch ended."""
+        held = self.saving.get(slot, deque())
+        found = next((each for each in held if each[0] == save_id), None)
+        if found is None:
+            return None
+        held.remove(found)
+        return found[1]

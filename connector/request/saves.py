@@ -256,7 +256,8 @@ class Saves:
         save = DispatchedSave(slots, [block.name for block in taken], self.generation, self._geometry.world_size)
         self.waiting[save_id] = save
         if self._events is not None:
-            self._events.saving[save_id] = {slot: block.event for slot, block in zip(slots, taken, strict=True)}
+            for slot, block in zip(slots, taken, strict=True):
+                self._events.begin(save_id, slot, block.event)
         self._known.add(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
@@ -368,7 +369,8 @@ class Saves:
         save.dropped = True
         self._known.remove(Known.of_names(save.names))
         if self._events is not None:
-            self._events.saving.pop(save_id, None)
+            for slot in save.slots:
+                self._events.drop(save_id, slot)
 
     def flush(self, epoch: SchedulerEpoch) -> None:
         """Report saves that all ranks copied; if the ring is full, the rest in the next step. Raises SegmentCorrupt."""

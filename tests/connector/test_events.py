@@ -54,7 +54,19 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     engine.link.stored.append(Stored(save_id=save_id, memory=[7], failed=[8]))
     assert list(connector.take_events()) == []
     assert engine.side.events is not None
-    assert engine.side.events.saving == {}, "nothing is remembered of a save that is settled"
+    assert not any(engine.side.events.saving.values()), "nothing is remembered of a save that is settled"
+
+
+def test_reports_that_are_lost_leave_little_behind() -> None:
+    engine = Engine(publish=True)
+    for number in range(20):
+        engine.daemon.credits.grant([7, 8, 9])
+        engine.daemon.drain()
+        engine.daemon.free()
+        saved(engine, salt=f"{number}")
+        engine.side.finished(engine.side.requests["r"].request)
+    assert engine.side.events is not None
+    assert 3 <= sum(map(len, engine.side.events.saving.values())) <= 6
 
 
 def test_extra_keys_are_those_of_each_block() -> None:
