@@ -18,6 +18,9 @@ GONE = {
     "reset_timeout_ms": "a reset is confirmed at once",
     "weights_file": "the log names the weights by a digest of what they are",
 }
+# Keys that Dynamo's worker for vLLM reads here, each with the file that does; our own code does not read them.
+FOREIGN = {"secondary_tiers": "dynamo/vllm/kv_hints.py", "dynamo_state_agent": "dynamo/vllm/state_agent.py"}
+ADVERTISED = "router_hint"  # what it tells Dynamo's router (KV_HINT_TRANSFER_CAPABILITY_KEY)
 
 
 def _check_user(value: object) -> object:
@@ -120,10 +123,20 @@ def override(config: ConnectorConfig, wishes: Any) -> ConnectorConfig:
         raise ValueError(f"kv_transfer_params: {first_error(error, ConnectorConfig)}") from None
 
 
+def _check_advertised(entries: Any) -> None:
+    """Raise ValueError for an entry that asks for a place to keep KV in, which nothing here would be."""
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not isinstance(entry, Mapping) or entry.get("router_capabilities") != [ADVERTISED]:
+            wanted = f'only what advertises router_capabilities ["{ADVERTISED}"] to Dynamo may be here'
+            raise ValueError(f"kv_connector_extra_config: secondary_tiers: {wanted}: entry={shown(entry)}")
+
+
 def load(values: Mapping[str, Any]) -> ConnectorConfig:
     """Validate the extra configuration. ValueError in one line naming the first bad key, its value and the bound."""
     if not isinstance(values, Mapping):
         raise ValueError(f"kv_connector_extra_config: is not an object of keys: value={shown(values)}")
+    _check_advertised(values.get("secondary_tiers", []))
+    values = {key: value for key, value in values.items() if key not in FOREIGN}
     values, known = living(values, GONE, log.warning), ConnectorConfig.model_fields
     if unknown := [key for key in values if key not in known]:
         close = nearest(str(unknown[0]), known)

@@ -8,6 +8,26 @@ import pytest
 
 from kvprefetch.connector.words.config import load, override
 
+# Of Dynamo 1.6.1's own tests: dynamo/vllm/tests/test_kv_hints.py and test_state_agent.py.
+DYNAMO_ENTRY = {
+    "type": "custom",
+    "router_capabilities": ["router_hint"],
+    "control_host": "0.0.0.0",
+    "control_advertise_host": "127.0.0.1",
+    "control_ports": ["23280"],
+}
+DYNAMO_AGENT = {
+    "raw_advertise_host": "worker-a",
+    "cache_owner_ids": {"0": f"{'a' * 32}:{'b' * 32}/{'c' * 16}/{'d' * 32}"},
+}
+
+
+def test_an_engine_starts_with_what_dynamo_reads_of_its_settings() -> None:
+    """The keys are Dynamo's alone: with them an engine does what it does without them."""
+    dynamo = {"secondary_tiers": [DYNAMO_ENTRY], "dynamo_state_agent": DYNAMO_AGENT}
+    assert load({"wait_timeout_ms": 7, **dynamo}) == load({"wait_timeout_ms": 7})
+    assert load({"secondary_tiers": []}) == load({})
+
 
 def test_what_starts_a_daemon() -> None:
     given: tuple[Any, ...] = (None, False, True, {}, {"disk": "/x"})
@@ -27,6 +47,10 @@ def test_what_starts_a_daemon() -> None:
         ({"daemon_user": True}, ["daemon_user", "a user's name, or its number"]),
         ({"mode": "x" * 10_000}, ["mode", "'on'", "'xxx"]),
         ({"start_daemon": "/x"}, ["start_daemon: should be true or the daemon's options", "start_daemon='/x'"]),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x"}]}, ["secondary_tiers: only what advertises", "'fs'"]),
+        ({"secondary_tiers": [DYNAMO_ENTRY, "x"]}, ["secondary_tiers: only what advertises", "entry='x'"]),
+        ({"secondary_tiers": "x"}, ["secondary_tiers: only what advertises", "entry='x'"]),
+        ({"router_hint": True}, ["unknown key 'router_hint'"]),
         ({"start_daemon": {"socket": "/x"}}, ["without socket", "start_daemon={'socket': '/x'}"]),
     ],
 )

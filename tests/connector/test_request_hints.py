@@ -82,6 +82,21 @@ def test_what_is_not_known_is_ignored(way: str, content: Any) -> None:
     assert parse(*brought(way, content).values()) == NO_HINTS
 
 
+# What Dynamo 1.6.1 sends with a request of which another engine has two blocks (lib/kv-router/src/kv_hints.rs, and
+# `_build_vllm_kv_hints` of dynamo/vllm/handlers.py, which makes vLLM's own structure of it).
+DYNAMO_FETCH = action({"source_control_endpoint": "tcp://127.0.0.1:23280", "block_hashes": [11, 22]}, "kv.fetch")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dynamo_s_fetch_is_what_each_request_gets_and_no_client_s_refusal_is_undone(way: str) -> None:
+    engine = Engine()
+    engine.add("r", 3 * BLOCK, **brought(way, envelope(DYNAMO_FETCH)))
+    engine.add("plain", 3 * BLOCK)
+    assert engine.daemon.hint("r").blocks == engine.daemon.hint("plain").blocks == 2
+    own = {"kv_hints": envelope(action({"fetch": False})), "kv_hint": envelope(DYNAMO_FETCH)}
+    assert parse(msgspec.convert(envelope(DYNAMO_FETCH), protocol.KvHintsEnvelope), own) == RequestHints(fetch=False)
+
+
 def test_requests_without_hints_have_none() -> None:
     given: list[Any] = [None, {}, {"do_remote_prefill": True}, {"kvprefetch": {}}, "text", [1]]
     for params in given:
