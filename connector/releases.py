@@ -29,7 +29,7 @@ TRANSFER_KEYS = {
 # By module or class, what we import of vLLM, read of its objects, and call, in every release that is served.
 USED: Mapping[str, str] = {
     "vllm.distributed": "get_pcp_group() get_pp_group() get_tensor_model_parallel_rank() get_tp_group()",
-    "vllm.distributed.kv_events": "BlockStored MEDIUM_STORAGE",
+    "vllm.distributed.kv_events": "BlockRemoved BlockStored MEDIUM_CPU MEDIUM_STORAGE",
     "vllm.distributed.kv_transfer.kv_connector.factory": "KVConnectorFactory",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata"
     " KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
@@ -72,6 +72,7 @@ USED: Mapping[str, str] = {
     "vllm.config.SchedulerConfig": "async_scheduling max_num_seqs",
     "vllm.config.SpeculativeConfig": "draft_load_config draft_model_config num_speculative_tokens"
     " use_eagle_block_drop()",
+    "vllm.distributed.kv_events.BlockRemoved": "block_hashes medium group_idx",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
     " lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window session_id",
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",

@@ -244,7 +244,7 @@ class Saves:
         last, suffix = (number + 1) * self._ratios[group] - 1, bytes([group])
         hashes, name = state.request.block_hashes, bytes(digests[last]) + suffix
         local = name if digests is hashes else bytes(hashes[last]) + suffix
-        event = None if self._events is None else self._events.describe(state.request, number, group)
+        event = None if self._events is None else self._events.describe(state.request, range(number, number + 1), group)
         return _Block(block_id, name, local, event)
 
     def _order(self, epoch: SchedulerEpoch, blocks: Sequence[_Block]) -> SaveOrder:
@@ -257,7 +257,7 @@ class Saves:
         self.waiting[save_id] = save
         if self._events is not None:
             for slot, block in zip(slots, taken, strict=True):
-                self._events.begin(save_id, slot, block.event)
+                self._events.begin(save_id, slot, block.name, block.event)
         self._known.add(Known.of_names(save.names))
         self._counters["saves"] += 1
         self._counters["save_blocks"] += len(slots)
@@ -394,7 +394,7 @@ class Saves:
         self._sent.clear()
         self._sent_records = 0
         if self._events is not None:
-            self._events.saving.clear()
+            self._events.forget()
 
     def reset(self, generation: int) -> None:
         """Copies made before are of the old weights."""
@@ -402,4 +402,4 @@ class Saves:
         self.drop()
         self._known.clear()
         if self._events is not None:
-            self._events.saving.clear()
+            self._events.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ...shmring.errors import SegmentCorrupt
@@ -15,7 +15,7 @@ from ..engine.geometry import Geometry
 from ..identity.adapters import Adapters
 from ..request import hints
 from ..request.hints import Handle
-from ..request.loads import Loads
+from ..request.loads import Load, Loads
 from ..request.request_state import RequestState
 from ..request.saves import LocalCache, Saves
 from ..words.config import ConnectorConfig
@@ -29,6 +29,8 @@ class Attachment:
 
     `quiet`: the metadata of a step with nothing to do.
     """
+
+    _now_ns: Callable[[], int]
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Attachment:
         self._geometry = geometry
         self.link, self.resets = link, Resets(link, geometry.world_size)
         self.adapters = adapters
-        self.events = SavedBlocks(geometry) if publish else None
+        self.events = SavedBlocks(geometry, config.event_lifetime_s) if publish else None
         self.loads = Loads(geometry, self.counters)
         self.saves = Saves(geometry, decode=config.save_decode_cache, counters=self.counters, events=self.events)
         self.quiet = KVPrefetchMetadata()
@@ -69,9 +71,17 @@ class Attachment:
         return None if blocks is None else blocks * self._geometry.block_tokens
 
     def take_events(self) -> Sequence[Any]:
-        """vLLM KV events of blocks that are in the store by now."""
+        """vLLM KV events of blocks that are in the store by now, or count as lost."""
         events, stored = self.events, self.link.stored
-        return () if events is None else events.take(stored.popleft() for _ in range(len(stored)))
+        return () if events is None else events.take([stored.popleft() for _ in range(len(stored))], self._now_ns())
+
+    def _announce(self, load: Load, now_ns: int, *, failed: Collection[int]) -> None:
+        """The store has what came from it. Raises SegmentCorrupt."""
+        state, handle = self.requests.get(load.request_id), load.handle
+        if self.events is not None and not failed:
+            request = None if state is None or state.tainted else state.request  # before a reset the store had others
+            disk = bool(handle.epoch.flags.disk(handle.flag))
+            self.events.loaded(request, handle.digests, load.blocks, disk=disk, now_ns=now_ns)
 
     @detaching(None)
     def _give_back(self, handle: Handle | None, outcome: Outcome) -> None:

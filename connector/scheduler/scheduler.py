@@ -83,7 +83,7 @@ class SchedulerSide(Attachment):
         self.policy = WaitPolicy(self.steps, geometry.block_tokens, geometry.replayed_tokens)
         self._firsts = Firsts(self.policy, geometry.block_tokens)
         saves = self.saves if self._saving else None
-        self.uses = Uses(geometry, link, saves)
+        self.uses = Uses(geometry, link, saves, self.events)
         self.claims = Claims(config, geometry, self.policy, saves, self.counters, clock)
         ahead = geometry.ahead and not geometry.lockstep
         self.slack = self.claims.slack = Slack(self.steps, allowed=ahead, overlap=geometry.fenced_blocks)
@@ -354,6 +354,7 @@ class SchedulerSide(Attachment):
                     self.uses.loaded()
                 for load in self.loads.acknowledge(worker_meta.loads, worker_meta.failed_loads):
                     if load.handle.epoch is self._epoch:
+                        self._announce(load, now, failed=worker_meta.failed_loads)
                         hints.finish(load.handle, Outcome.LOADED, loaded=load.blocks, loaded_ns=now)
                     if self._firsts.hit and not worker_meta.failed_loads:
                         self._firsts.loaded(load, self.requests.get(load.request_id))

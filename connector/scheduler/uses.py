@@ -17,6 +17,7 @@ from itertools import islice
 from ...shmring.wire.records import RecordKind, encode_used
 from ..attach.epoch import SchedulerEpoch
 from ..attach.link import Link
+from ..engine.events import SavedBlocks
 from ..engine.geometry import Geometry
 from ..request.request_state import RequestState
 from ..request.saves import LocalCache, Saves
@@ -34,8 +35,10 @@ class Uses:
     many of them may be in the cache now.
     """
 
-    def __init__(self, geometry: Geometry, link: Link[SchedulerEpoch], saves: Saves | None) -> None:
-        self._groups, self._link, self._saves = geometry.groups, link, saves
+    def __init__(
+        self, geometry: Geometry, link: Link[SchedulerEpoch], saves: Saves | None, events: SavedBlocks | None
+    ) -> None:
+        self._groups, self._link, self._saves, self._events = geometry.groups, link, saves, events
         self._said: dict[bytes, int] = {}  # when, by the last digest of a prefix; the oldest first
         self.lost: dict[bytes, None] = {}
         self.to_look_at = 0
@@ -62,6 +65,8 @@ class Uses:
         if epoch.producer.push(_USED, encode_used(blocks, digests[:stop])):
             self._said.pop(last, None)
             self._said[last] = now_ns
+            if self._events is not None:
+                self._events.used(digests, blocks, now_ns)
             if len(self._said) > MOST_PREFIXES:
                 del self._said[next(iter(self._said))]
 

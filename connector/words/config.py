@@ -96,6 +96,12 @@ class ConnectorConfig(BaseModel):
     cache_prefix: str = Field(
         default="", max_length=256, description="put before every key, as upstream's option of this name"
     )
+    event_lifetime_s: int = Field(
+        default=120,
+        ge=1,
+        le=86_400,
+        description="a stored block's KV event is taken back after this time without a save, load or use of it",
+    )
 
     @property
     def in_force(self) -> str:

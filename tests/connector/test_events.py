@@ -1,4 +1,4 @@
-"""KV events of saved blocks, published once and only when stored; and the medium that hits came from."""
+"""KV events of stored blocks: published once and only when stored, taken back later; the medium that hits came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -18,6 +18,8 @@ from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
 from .fakes import BLOCK, Engine
+
+LIFETIME_S = 60
 
 asks_for_sources = pytest.mark.skipif(
     find_spec("vllm.v1.metrics.cache_hit_source") is None, reason="vLLM asks for the sources of a hit from 0.32 on"
@@ -45,7 +47,7 @@ def test_a_block_is_announced_when_the_store_has_it_and_once() -> None:
     digests = [maybe_convert_block_hash(d) for d in engine.side.requests["r"].request.digests(0, 3)]
     assert [type(event) for event in events] == [BlockStored, BlockStored]
     assert [(event.block_hashes, event.parent_block_hash, event.medium) for event in events] == [
-        ([digests[0]], None, "cpu"),
+        ([digests[0]], None, MEDIUM_CPU),
         ([digests[2]], digests[1], MEDIUM_STORAGE),
     ]
     assert events[1].token_ids == list(range(2 * BLOCK, 3 * BLOCK))
@@ -102,9 +104,110 @@ def test_a_save_that_was_dropped_is_never_announced(how: str) -> None:
     assert list(engine.hooks.take_events()) == []
 
 
-def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3) -> Any:
+class Router:
+    """What Dynamo's indexer (ai-dynamo-runtime 1.6.1, `python -m dynamo.indexer`) made of such events when it was run.
+
+    A block is in a medium until it is removed from there, however often it was stored; an unknown medium is dropped.
+    """
+
+    MEDIA = ("GPU", "CPU", "STORAGE")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.blocks = engine, set[tuple[str, Any]]()
+
+    def holds(self, request: Any) -> list[str]:
+        """The media of each of the request's blocks, once the engine has ended another step."""
+        for event in self.engine.hooks.take_events():
+            named = {(event.medium, digest) for digest in event.block_hashes if event.medium in self.MEDIA}
+            self.blocks = self.blocks - named if isinstance(event, BlockRemoved) else self.blocks | named
+        digests = [maybe_convert_block_hash(each) for each in request.digests(0, request.num_tokens // BLOCK)]
+        return ["+".join(medium for medium in self.MEDIA if (medium, digest) in self.blocks) for digest in digests]
+
+
+def used(engine: Engine, how: str) -> None:
+    """Begin the lifetime of the first two blocks of request r again."""
+    if how == "load":
+        request = engine.add("again", 2 * BLOCK + 1, salt="r", staged=2)
+        engine.take(request, 2 * BLOCK)
+        engine.acknowledge(engine.step([(request, 1)]))
+    elif how == "use":
+        assert engine.match(engine.add("again", 2 * BLOCK + 1, salt="r", local=2 * BLOCK)) == (0, False)
+        engine.daemon.drain()
+        assert engine.daemon.used, "the daemon asks the store"
+    else:
+        save_id = 99  # saved again, after the store had lost them
+        names = engine.side.requests["r"].request.names(0, 2)
+        assert engine.side.events is not None
+        for slot, name in enumerate(names):
+            engine.side.events.begin(save_id, slot, name, None)
+        engine.link.stored.append(Stored(save_id=save_id, memory=[0], disk=[1]))
+
+
+@pytest.mark.parametrize("how", ["load", "use", "save"])
+def test_a_lost_value_is_gone_from_a_router_after_its_lifetime(how: str) -> None:
+    """Nobody reports what the store evicts; what is saved, loaded or used meanwhile stays."""
+    engine = Engine(publish=True, credits=[7, 8, 9], event_lifetime_s=LIFETIME_S)
+    router = Router(engine)
+    engine.link.stored.append(Stored(save_id=saved(engine), memory=[7, 8], disk=[9]))
+    request = engine.side.requests["r"].request
+    assert router.holds(request) == ["CPU", "CPU", "STORAGE"]
+    engine.clock.advance_ms(LIFETIME_S * 1000 - 1)
+    engine.daemon.beat()
+    assert router.holds(request) == ["CPU", "CPU", "STORAGE"]
+    used(engine, how)
+    engine.clock.advance_ms(1)
+    assert router.holds(request) == ["CPU", "CPU", ""]
+    engine.clock.advance_ms(LIFETIME_S * 1000)
+    assert router.holds(request) == ["", "", ""]
+
+
+@pytest.mark.parametrize("disk", [0, 1])
+def test_what_comes_from_the_store_is_announced_whoever_put_it_there(disk: int) -> None:
+    engine = Engine(publish=True)
+    router = Router(engine)
+    request = loaded(engine, disk=disk, local=1, cache_salt="s")
+    engine.acknowledge(engine.step([(request, 1)]))
+    [event] = events = list(engine.hooks.take_events())
+    digests = [maybe_convert_block_hash(each) for each in request.digests(0, 3)]
+    assert (event.block_hashes, event.parent_block_hash) == (digests[1:], digests[0])
+    assert (event.token_ids, event.extra_keys) == (list(range(BLOCK, 3 * BLOCK)), [None, None])
+    assert event.medium == (MEDIUM_STORAGE if disk else MEDIUM_CPU)
+    engine.hooks.take_events = lambda: events  # type: ignore[method-assign]
+    assert router.holds(request)[0] == "", "the store was not asked for what is local"
+
+
+@pytest.mark.parametrize("how", ["reset", "epoch", "copied again"])
+def test_a_router_forgets_at_once_what_cannot_be_loaded(how: str) -> None:
+    """vLLM's AllBlocksCleared is missing where its own cache is not reset, and the daemon that ended had a store."""
+    engine = Engine(publish=True, credits=[7, 8, 9])
+    router = Router(engine)
+    engine.link.stored.append(Stored(save_id=saved(engine), memory=[7, 8], disk=[9]))
+    request = engine.side.requests["r"].request
+    assert router.holds(request) == ["CPU", "CPU", "STORAGE"]
+    if how == "reset":
+        engine.side.reset()
+    elif how == "epoch":
+        engine.link.epoch = None
+        engine.step()
+    else:
+        assert engine.side.events is not None
+        describe, names = engine.side.events.describe, request.names(0, 3)
+        for at in (0, 2):
+            engine.side.events.begin(99, at, names[at], describe(request, range(at, at + 1), 0))
+        engine.link.stored.append(Stored(save_id=99, memory=[2], disk=[0]))
+    assert router.holds(request) == (["STORAGE", "CPU", "CPU"] if how == "copied again" else ["", "", ""])
+
+
+def test_the_oldest_lifetime_ends_where_too_many_blocks_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvprefetch.connector.engine.events.MAX_ANNOUNCED", 2)
+    engine = Engine(publish=True, credits=[7, 8, 9])
+    engine.link.stored.append(Stored(save_id=saved(engine), memory=[7, 8, 9]))
+    assert Router(engine).holds(engine.side.requests["r"].request) == ["", "CPU", "CPU"]
+
+
+def loaded(engine: Engine, *, disk: int | None, local: int = 0, blocks: int = 3, **fields: Any) -> Any:
     """A request with a just dispatched load of blocks [local, blocks)."""
-    request = engine.add("hit", blocks * BLOCK + 1, local=local * BLOCK)
+    request = engine.add("hit", blocks * BLOCK + 1, local=local * BLOCK, **fields)
     hint = engine.daemon.hint("hit")
     if disk is not None:
         engine.daemon.flags.set_disk(hint.flag, disk)

@@ -99,8 +99,8 @@ def test_groups_outside_the_prefix_cache_have_tables_of_their_own() -> None:
     meta = engine.step([(other, 6 * BLOCK + 5)], tables=(DECOYS[0], ALL, DECOYS[1], FULL))
     assert [block for save in meta.saves for block in save.block_ids] == [15, 16, *FULL[:6]]
     assert engine.side.events is not None
-    events = [event for of_slot in engine.side.events.saving.values() for _, event in of_slot]
-    assert [event.group_idx for event in events] == [1, 1, 3, 3, 3, 3, 3, 3]
+    events = [event for of_slot in engine.side.events.saving.values() for _, _, event in of_slot]
+    assert [event and event.group_idx for event in events] == [1, 1, 3, 3, 3, 3, 3, 3]
     last = engine.admitted("t", 3 * BLOCK + 5)
     engine.step([(last, 3 * BLOCK + 5)], tables=(DECOYS[0], ALL, DECOYS[1], FULL))
     engine.side.finished(last, (DECOYS[0], ALL, DECOYS[1], FULL))

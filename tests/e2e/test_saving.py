@@ -82,7 +82,7 @@ def test_stored_blocks_are_announced_and_hits_attributed_to_memory_or_disk(
 
         eventually(stored, 20, "the events of all blocks")
         events = engine.call("tests.e2e.probes:stored_events")
-        assert {medium for medium, _ in events} == {"cpu"}
+        assert {medium for medium, _ in events} == {"CPU"}
         assert len(events) == len(wanted), "each once"
 
         site.fresh(engine)

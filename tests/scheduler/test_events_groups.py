@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_events import MEDIUM_GPU, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.scheduler.engine import Engine
@@ -32,13 +32,13 @@ def test_each_stored_block_is_announced_as_the_engines_own_cache_does(site: Site
         def announced() -> bool:
             engine.add([7, 7, 7], 1)  # events are taken with steps
             engine.run(4)
-            return sum(event.medium == "cpu" for event in published) == engine.side.counters["save_blocks"]
+            return sum(event.medium == MEDIUM_CPU for event in published) == engine.side.counters["save_blocks"]
 
         eventually(announced, 20, "the events of all saved blocks")
     finally:
         engine.drain()
         engine.close()
-    ours = [event for event in published if event.medium == "cpu"]
+    ours = [event for event in published if event.medium == MEDIUM_CPU]
     theirs = {
         (event.group_idx, digest, event.block_size, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, extra)
         for event in published
