@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from ...shmring.wire.attach import Stored
 from .geometry import Geometry
 
+KEPT = 8  # saves of a slot whose reports may still come: reports are read with steps
 MAX_ANNOUNCED = 1 << 16  # blocks; with more, the lifetime of the oldest ends
 
 
@@ -32,8 +33,8 @@ class _Announced(NamedTuple):
 class SavedBlocks:
     """Events of the blocks in the store, and on their way there; but for its medium, each equals the engine's own.
 
-    `saving`: of each slot the last two saves that filled it, the block's name, and its event without its medium; None
-    for one that is saved again.  A report may come after the slot was filled again; one that was lost leaves no more.
+    `saving`: of each slot the last KEPT saves that filled it, the block's name, and its event without its medium; None
+    for one that is saved again.  A report may come after the slot was filled often; a lost one leaves no more.
     """
 
     def __init__(self, geometry: Geometry, lifetime_s: int) -> None:
@@ -142,7 +143,7 @@ class SavedBlocks:
 
     def begin(self, save_id: int, slot: int, name: bytes, event: BlockStored | None) -> None:
         """A block is copied into this slot."""
-        self.saving.setdefault(slot, deque(maxlen=2)).append((save_id, name, event))
+        self.saving.setdefault(slot, deque(maxlen=KEPT)).append((save_id, name, event))
 
     def drop(self, save_id: int, slot: int) -> tuple[int, bytes, BlockStored | None] | None:
         """Forget what this save has in the slot, and return it; None where it was dropped, or its epoch ended."""

@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvprefetch.connector.engine.events import KEPT
 from kvprefetch.shmring.wire.attach import Stored
 from kvprefetch.shmring.wire.records import FlagState
 
@@ -68,7 +69,20 @@ def test_reports_that_are_lost_leave_little_behind() -> None:
         saved(engine, salt=f"{number}")
         engine.side.finished(engine.side.requests["r"].request)
     assert engine.side.events is not None
-    assert 3 <= sum(map(len, engine.side.events.saving.values())) <= 6
+    assert 3 <= sum(map(len, engine.side.events.saving.values())) <= 3 * KEPT
+
+
+def test_a_report_counts_though_its_slot_was_filled_again_three_times() -> None:
+    engine = Engine(publish=True)
+    saves = []
+    for number in range(4):
+        engine.daemon.credits.grant([7, 8, 9])
+        engine.daemon.drain()
+        engine.daemon.free()
+        saves.append(saved(engine, salt=f"{number}"))
+        engine.side.finished(engine.side.requests["r"].request)
+    engine.link.stored.extend(Stored(save_id=save_id, memory=[7, 8, 9]) for save_id in saves)
+    assert len(list(engine.hooks.take_events())) == 12
 
 
 def test_extra_keys_are_those_of_each_block() -> None:
