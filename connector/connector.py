@@ -89,13 +89,12 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             hello = hellos.of_scheduler(vllm_config, self._start, self._geometry, self._settings)
             hellos.warn(transfer, hello)
             options = self._settings.start_daemon
-            starter = None if options is None else Starter(options, self._settings.socket)
             link = self.link = Link(
                 self._settings.socket,
                 lambda: hellos.as_of_now(hello, side.live_epochs(), side.resets.current),
                 SchedulerEpoch.map,
                 daemon_user=self._settings.daemon_user,
-                start=None if starter is None else starter.start,
+                start=None if options is None else Starter(options, self._settings.socket).start,
             )
             publish = geometry.publishes_events(vllm_config)
             adapters = Adapters.of_engine(vllm_config, self._geometry)
@@ -105,7 +104,7 @@ class KVPrefetchConnector(KVConnectorBase_V1, SupportsHMA):
             side.reported.watched = watch_calls()
             if side.early.allowed and not early.install():
                 log.warning("kvprefetch: %s", compat.NOT_EARLY)
-            if starter is not None:  # so that the first request is hinted and saved, too
+            if options is not None:  # so that the first request is hinted and saved, too
                 link.wait()
         else:
             from vllm.distributed import get_tensor_model_parallel_rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ..engine.events import SavedBlocks
 from ..engine.geometry import Geometry
 from ..words.metadata import SaveOrder
 from .known import Known
+from .local_cache import LocalCache
 from .request_state import RequestState
 
 MAX_LEFT = 1 << 14  # blocks of finished requests, and states, that wait for a save slot
@@ -51,36 +52,6 @@ class DispatchedSave:
     reset_generation: int
     ranks_left: int
     dropped: bool = False
-
-
-class LocalCache:
-    """The scheduler side's questions to the engine's own prefix cache. This one is empty."""
-
-    def tokens(self, request: Any) -> int:
-        """Tokens of the request that the cache holds."""
-        return 0
-
-    def guess(self, request: Any, most: int) -> int | None:
-        """Return how many leading blocks of `most` it seems to hold, on any thread; None where that is not known."""
-        return 0
-
-    def blocks(self) -> int:
-        """Blocks that the cache holds at all."""
-        return 0
-
-    def holds(self, block_id: int, name: bytes) -> bool:
-        """Whether the cache has this block under this name."""
-        return False
-
-    def find(self, name: bytes) -> int | None:
-        """Return a block that the cache has under this name."""
-        return None
-
-    def forget(self, failed: Collection[int], admitted: Iterable[tuple[Sequence[bytes], Sequence[Any]]]) -> None:
-        """A load left these blocks unfilled: no later request finds them, nor what was computed on them.
-
-        `admitted`: the hashes of each request that may have used them, and vLLM's blocks that it was given first.
-        """
 
 
 class Saves:

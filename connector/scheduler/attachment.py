@@ -16,8 +16,9 @@ from ..identity.adapters import Adapters
 from ..request import hints
 from ..request.hints import Handle
 from ..request.loads import Load, Loads
+from ..request.local_cache import LocalCache
 from ..request.request_state import RequestState
-from ..request.saves import LocalCache, Saves
+from ..request.saves import Saves
 from ..words.config import ConnectorConfig
 from ..words.guards import detaching
 from ..words.metadata import KVPrefetchMetadata, RankWeights

@@ -23,8 +23,8 @@ from ..attach.epoch import ALIVE, SchedulerEpoch
 from ..engine import compat
 from ..request import hints
 from ..request.hints import Handle
+from ..request.local_cache import LocalCache
 from ..request.request_state import prefilled_elsewhere
-from ..request.saves import LocalCache
 from ..words import request_hints
 from ..words.request_hints import NO_HINTS
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from ..request.saves import LocalCache
+from ..request.local_cache import LocalCache
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

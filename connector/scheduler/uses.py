@@ -19,8 +19,9 @@ from ..attach.epoch import SchedulerEpoch
 from ..attach.link import Link
 from ..engine.events import SavedBlocks
 from ..engine.geometry import Geometry
+from ..request.local_cache import LocalCache
 from ..request.request_state import RequestState
-from ..request.saves import LocalCache, Saves
+from ..request.saves import Saves
 
 MOST_PREFIXES = 4096  # of which it is known when they were said; others are said early
 MAX_LOST = 4096  # blocks that the store lost, and that the engine's cache may have once a load has filled them

@@ -16,7 +16,7 @@ from kvprefetch.connector.attach.epoch import SchedulerEpoch
 from kvprefetch.connector.connector import KVPrefetchConnector
 from kvprefetch.connector.engine.geometry import Geometry
 from kvprefetch.connector.identity.adapters import Adapters
-from kvprefetch.connector.request.saves import LocalCache
+from kvprefetch.connector.request.local_cache import LocalCache
 from kvprefetch.connector.scheduler.scheduler import SchedulerSide
 from kvprefetch.connector.words import config as configuration
 from kvprefetch.connector.words.metadata import KVPrefetchMetadata, KVPrefetchWorkerMeta, RankWeights

@@ -21,14 +21,11 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -248,20 +245,6 @@ def test_a_field_that_no_list_has_makes_a_difference_once_it_is_not_its_default(
     assert differing(running(spec=later(**values, rotated=True)), running()) == {"layers"}
     with pytest.raises(TypeError, match="cannot be compared: type=object"):
         running(spec=later(**values, kind=object()))
-
-
-def test_the_lists_have_the_fields_of_every_spec_that_is_served() -> None:
-    listed = {*fingerprint.DECIDING, *fingerprint.OTHERS}
-    served = (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-        SlidingWindowMLASpec,
-        ChunkedLocalAttentionSpec,
-        MambaSpec,
-    )
-    for kind in served:
-        assert {field.name for field in dataclasses.fields(kind)} <= listed
 
 
 def test_kinds_of_quantized_kv_are_told_apart() -> None:

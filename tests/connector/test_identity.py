@@ -20,6 +20,14 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from kvprefetch.connector.identity import fingerprint, identity
 from kvprefetch.connector.identity.namespace import fingerprinted, rank_keys
@@ -370,3 +378,17 @@ def test_engines_that_are_not_in_doubt_keep_the_keys_that_they_had(tmp_path: Pat
         "16d0ffdaee60f415ea09c0006fdba84c",
         "2c0f833a4f7e6e1cab291ae6268808c2",
     ]
+
+
+def test_the_lists_have_the_fields_of_every_spec_that_is_served() -> None:
+    listed = {*fingerprint.DECIDING, *fingerprint.OTHERS}
+    served = (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        SlidingWindowMLASpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+    )
+    for kind in served:
+        assert {field.name for field in dataclasses.fields(kind)} <= listed

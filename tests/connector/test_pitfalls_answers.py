@@ -15,7 +15,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
 from kvprefetch.connector.connector import KVPrefetchConnector
-from kvprefetch.connector.engine import compat
 from kvprefetch.connector.request import claims, hints
 from kvprefetch.connector.request.claims import Claims
 from kvprefetch.connector.request.loads import Loads
@@ -367,48 +366,3 @@ def test_p32_equal_tokens_with_another_adapter_image_or_salt_share_nothing(make:
         assert len(set(hints)) == 3 * len(others)
 
     fails_with(check, monkeypatch, kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, 0))
-
-
-def test_p41_a_hit_of_which_vllm_computes_all_again_is_not_claimed(make: Make, monkeypatch: Patch) -> None:
-    """vLLM does not take it; without the guard the answer that it drops is given back, and nothing is loaded."""
-
-    def check() -> None:
-        engine = make(replayed=2 * BLOCK)
-        engine.hinted("r", 5 * BLOCK, staged=2)
-        engine.finish()
-        assert engine.orders() == []
-        assert len(engine.tokens["r"]) == 3
-        assert engine.daemon.dones[-1].outcome == Outcome.RECOMPUTED, "claimed, and given back"
-
-    fails_with(check, monkeypatch, compat, "replayed_tokens", lambda config: 0, match="claimed, and given back")
-
-
-@pytest.mark.parametrize(("unit", "loaded"), [(2, [[0, 1]]), (4, [])])
-def test_p41_vllm_cuts_an_answer_to_its_own_unit(
-    make: Make, monkeypatch: Patch, unit: int, loaded: list[list[int]]
-) -> None:
-    """A part is loaded, or nothing; the slots of the rest go back."""
-
-    def check() -> None:
-        engine = make(replayed=BLOCK)
-        engine.scheduler.block_size = unit * BLOCK
-        engine.hinted("r", 5 * BLOCK, staged=3)
-        computed = sum(engine.step().num_scheduled_tokens.values())
-        while engine.scheduler.requests and not engine.tokens["r"]:
-            computed += sum(engine.step().num_scheduled_tokens.values())
-        assert [list(order.slots) for order in engine.orders()] == loaded
-        assert computed == (5 - (1 if loaded else 0)) * BLOCK, "of two blocks one is computed again"
-        engine.finish()
-        assert engine.daemon.dones[-1].outcome == (Outcome.LOADED if loaded else Outcome.UNUSED)
-
-    dispatch, admitted = Loads.dispatch, SchedulerSide.allocated
-
-    def all_of_it(self: Loads, state: Any, allocated: Any, tokens: int) -> None:
-        dispatch(self, state, allocated, state.answer.count * BLOCK)
-
-    def none_of_it(self: SchedulerSide, request: Any, blocks: Any, tokens: int) -> None:
-        if tokens:
-            admitted(self, request, blocks, tokens)
-
-    planted = (Loads, "dispatch", all_of_it) if loaded else (SchedulerSide, "allocated", none_of_it)
-    fails_with(check, monkeypatch, *planted)
