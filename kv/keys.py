@@ -13,12 +13,16 @@ in common, and no engine can name a key of another user.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _RANK = re.compile(r"@([tp]p_rank:|pcp|dcp)[0-9*]+(?=@)")
 
 
 def rank_prefix(
-    model: str, *, tp_rank: int, pp_rank: int, group: int, cache_prefix: str = "", context: tuple[int, int] = (0, 0)
+    model: str, *, tp_rank: int, pp_rank: int, group: int, cache_prefix: str = "", context: Sequence[int] = (0, 0)
 ) -> str:
     """Return the prefix of a rank's keys of a KV group; `model`: its path or name; `context`: pcp_rank and dcp_rank."""
     namespace = f"{cache_prefix}@" if cache_prefix else ""

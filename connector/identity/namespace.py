@@ -41,17 +41,17 @@ def rank_keys(
     *,
     model: str,
     tp_rank: int,
-    pp_rank: int,
+    stage: tuple[int, int, int] = (0, 0, 0),
     replicas: Sequence[int] = (1,),
     cache_prefix: str = "",
     shards: str = "",
-    context: tuple[int, int] = (0, 0),
 ) -> RankKeys:
-    """Return the keys of one rank.
+    """Return the keys of one rank; `stage`: its pp_rank, pcp_rank and dcp_rank.
 
     `replicas`: for each KV group the number of neighbouring ranks that hold the same bytes.  The smallest divides the
     others.
     """
+    pp_rank, *context = stage
     prefixes = tuple(
         rank_prefix(
             model, tp_rank=tp_rank // each, pp_rank=pp_rank, group=group, cache_prefix=cache_prefix, context=context
@@ -106,11 +106,10 @@ def keys_of(
     return rank_keys(
         model=vllm_config.model_config.model,
         tp_rank=tp_rank,
-        pp_rank=stage,
+        stage=(stage, pcp_rank, (tp_rank * pcp + pcp_rank) % dcp),
         replicas=replicas,
         cache_prefix=cache_prefix,
         shards=shards,
-        context=(pcp_rank, (tp_rank * pcp + pcp_rank) % dcp),
     )
 
 

@@ -60,7 +60,7 @@ def configured(model: Path, **options: Any) -> Any:
 
 def keys(config: Any) -> tuple[str, ...]:
     """The prefixes of an engine's keys in the store. One that shares with no other start has its own name in them."""
-    plain = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
+    plain = rank_keys(model="tiny", tp_rank=0)
     return fingerprinted(config, plain, running, START).prefixes
 
 
@@ -192,7 +192,7 @@ def test_a_variable_that_no_list_has_ends_sharing(tmp_path: Path, monkeypatch: p
     config = described(write_model(tmp_path / "model"))
     monkeypatch.setenv("VLLM_ROUND_TO_THREE_BITS", "1")
     assert alone(keys(config))
-    found = fingerprinted(config, rank_keys(model="tiny", tp_rank=0, pp_rank=0), running, START)
+    found = fingerprinted(config, rank_keys(model="tiny", tp_rank=0), running, START)
     assert "VLLM_ROUND_TO_THREE_BITS is set" in found.unknown
 
 

@@ -27,7 +27,7 @@ START = Start("engine", "1" * 32, 2**62)
 def key(folder: Path | str, **changes: Any) -> str:
     """The prefix of the keys of an engine that serves this model."""
     config = described(folder, **changes)
-    found = fingerprinted(config, rank_keys(model="tiny", tp_rank=0, pp_rank=0), running, START)
+    found = fingerprinted(config, rank_keys(model="tiny", tp_rank=0), running, START)
     assert found.unknown == ""
     return found.prefixes[0]
 

@@ -27,7 +27,7 @@ def where(folder: Path, *, start: str = START, tp_rank: int = 0, known: Any = No
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
     )
-    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, pp_rank=0, replicas=(2,))
+    keys = rank_keys(model="org/tiny", tp_rank=tp_rank, replicas=(2,))
 
     def runs() -> dict[str, str]:
         if isinstance(known, Exception):
@@ -96,7 +96,7 @@ def test_the_log_names_the_cure_of_its_cause(model: Path, cure: str, monkeypatch
 
 
 def test_the_log_says_once_who_shares_what_is_stored(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = rank_keys(model="tiny", tp_rank=0, pp_rank=0)
+    keys = rank_keys(model="tiny", tp_rank=0)
     with caplog.at_level(logging.DEBUG, "vllm.kvprefetch"):
         for found in (where(model), where(model, known=ValueError("why")), namespace.Namespace(keys.prefixes, {})):
             for first_rank in (True, False):
