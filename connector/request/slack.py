@@ -43,6 +43,7 @@ class Slack:
 
     def until_ns(self, state: RequestState, now_ns: int, copy_ns: float = 0.0) -> float:
         """Until when the pass may wait for this request; 0 for not at all. `copy_ns`: how long its copy will take.
+
         A grammar's next token is computed between two steps, so the scheduler is not ahead of the device.
         """
         if not self.allowed or self._steps.begun < self._paused_until:
@@ -61,7 +62,7 @@ class Slack:
 
     def hidden_ns(self, now_ns: int) -> float:
         """For how long the step under way probably runs beside one more copy; 0 or less for not at all."""
-        began_ns, duration_ns = self._steps.under_way() if self._overlap and self.allowed else (0, 0.0)
+        began_ns, duration_ns = self._beside()
         return began_ns + min(duration_ns, LONGEST_NS) - LAUNCH_NS - max(now_ns, self._copied_ns) if began_ns else 0.0
 
     def copies(self, now_ns: int, copy_ns: float) -> None:
@@ -71,8 +72,11 @@ class Slack:
 
     def overlaps(self, output: Any) -> bool:
         """Whether the copies of this pass may run beside the step under way. `output`: vLLM's, of this pass."""
-        beside = self._overlap and self.allowed and self._steps.under_way()[0] > 0
-        return beside and not compat.changes_blocks(output)
+        return self._beside()[0] > 0 and not compat.changes_blocks(output)
+
+    def _beside(self) -> tuple[int, float]:
+        """As `StepTimes.under_way`, where copies may run beside that step."""
+        return self._steps.under_way() if self._overlap and self.allowed else (0, 0.0)
 
     def waited(self, until_ns: float) -> None:
         """This pass did wait, at most until then."""
