@@ -74,8 +74,8 @@ class Loads:
         `tables`: vLLM's blocks of each of its groups.
         """
         groups, unit = self._geometry.groups, self._geometry.block_tokens
-        if (numbers := self._geometry.numbers) is not None:
-            tables = [tables[number] for number in numbers]
+        if self._geometry.numbers is not None:
+            tables = self._geometry.tables(tables)
         start, stop, nothing = answer.start * unit, (answer.start + count) * unit, array("I")
         ids = array("I")
         for group, table, items in zip(groups.groups, tables, groups.items(start, stop), strict=True):
