@@ -159,7 +159,7 @@ def used(engine: Engine, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["load", "use", "save"])
 def test_a_lost_value_is_gone_from_a_router_after_its_lifetime(how: str) -> None:
-    """Nobody reports what the store evicts; what is saved, loaded or used meanwhile stays."""
+    """The store reports no eviction. A block that is saved, loaded or used in time stays announced."""
     engine = Engine(publish=True, credits=[7, 8, 9], event_lifetime_s=LIFETIME_S)
     router = Router(engine)
     engine.link.stored.append(Stored(save_id=saved(engine), memory=[7, 8], disk=[9]))
